@@ -1,0 +1,64 @@
+"""The exceptions that Octavo raises on purpose.
+
+    OctavoError                 INTERNAL      anything below; catch this one
+    |- InvalidArgument          INVALID_ARG   the request is wrong; the text says what is allowed
+    |  `- PromptTooLong         INVALID_ARG   it can never fit, however long one waits
+    |- ConfigError              INVALID_ARG   a key or value of the engine configuration is wrong
+    |- NotFound                 NOT_FOUND     a named thing (an adapter, a request) is not here
+    |- Unavailable              UNAVAILABLE   right, but not now: shutting down, or full
+    |- Cancelled                CANCELLED     the client went away or asked for it
+    |- WeightsError             INTERNAL      a model file cannot be read; names file, tensor and reason
+    |- LaunchError              UNAVAILABLE   the server cannot be started; says what to do about it
+    `- StepFailed               INTERNAL      a model step failed; only the requests in it are lost
+
+Codes are Triton's. They do not reach every client of Triton, so the text on the wire begins with the
+code in brackets: `error.wire` is that text.
+"""
+
+from typing import ClassVar
+
+
+class OctavoError(Exception):
+    """Base class. `str(error)` is for people; `error.wire` is for the wire."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+    @property
+    def wire(self) -> str:
+        return f"[{self.code}] {self}"
+
+
+class InvalidArgument(OctavoError):
+    code = "INVALID_ARG"
+
+
+class PromptTooLong(InvalidArgument):
+    pass
+
+
+class ConfigError(OctavoError):
+    code = "INVALID_ARG"
+
+
+class NotFound(OctavoError):
+    code = "NOT_FOUND"
+
+
+class Unavailable(OctavoError):
+    code = "UNAVAILABLE"
+
+
+class Cancelled(OctavoError):
+    code = "CANCELLED"
+
+
+class WeightsError(OctavoError):
+    pass
+
+
+class LaunchError(OctavoError):
+    code = "UNAVAILABLE"
+
+
+class StepFailed(OctavoError):
+    pass

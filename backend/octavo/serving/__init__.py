@@ -1,0 +1,1 @@
+"""Octavo inside tritonserver, and the launcher that runs one."""

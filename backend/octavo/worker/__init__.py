@@ -1,0 +1,1 @@
+"""Runs step plans against a model: rows, inputs, forward, sampling."""

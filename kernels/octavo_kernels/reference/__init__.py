@@ -1,0 +1,1 @@
+"""Plain torch twins of every kernel: the definition of right."""
