@@ -1,0 +1,218 @@
+"""Who owns which KV block: reference counts, the free list, the prefix cache and copy-on-write.
+
+The design is PagedAttention's (Kwon et al., SOSP 2023) with a chained-hash prefix cache. The scheduler is
+the only caller. Only this file touches reference counts; it fills `Sequence.block_table` for the scheduler.
+
+Invariants, checked by `check_integrity`:
+- a block is in the free list exactly once when its reference count is 0, and not at all otherwise;
+- a reference count is the number of block tables that hold the block;
+- a block with a hash is full, never written again, and is the one that the prefix cache names for it.
+
+The free list is ordered by who is evicted first: blocks that hold nothing reusable, then cached blocks by
+last use, the tail of a sequence before its head, so that a shared prefix outlives what followed it.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+
+from octavo.engine.sequence import Sequence
+from octavo.protocol import BlockCopy
+
+# Versions the hash: instances and stored caches that disagree on it must not share blocks.
+_HASH_KEY = b"octavo-kv-1"
+
+
+class Allocation(Enum):
+    NOW = "now"
+    LATER = "later"  # when others have freed blocks
+    NEVER = "never"  # not even with all blocks free
+
+
+@dataclass(slots=True)
+class Block:
+    ref_count: int = 0
+    hash: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What `append` did: `block_ids` now stand in the block table from index `first_block` on."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    copy: BlockCopy | None = None
+
+
+class BlockManager:
+    """`num_blocks` blocks of `block_size` tokens. All operations are O(blocks touched)."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._caching = enable_prefix_caching
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cached: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content a later prompt can reuse, referenced or not."""
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, seq: Sequence, reserve: int = 0) -> Allocation:
+        """Whether all tokens of a waiting sequence fit, leaving `reserve` blocks free."""
+        total = self.blocks_for(seq.num_tokens)
+        if total > self.num_blocks:
+            return Allocation.NEVER
+        in_use = sum(self._blocks[b].ref_count > 0 for b in self._cached_prefix(seq))
+        return Allocation.NOW if total - in_use + reserve <= len(self._free) else Allocation.LATER
+
+    def allocate(self, seq: Sequence) -> int:
+        """Gives a waiting sequence blocks for all its tokens, cached ones first.
+
+        Returns how many leading tokens the cache holds; at least one token is always left to compute,
+        since its logits are needed. Call only after `can_allocate` said NOW.
+        """
+        assert not seq.block_table
+        hits = self._cached_prefix(seq)
+        for block_id in hits:
+            self._reference(block_id)
+        fresh = [self._take() for _ in range(self.blocks_for(seq.num_tokens) - len(hits))]
+        seq.block_table.extend(hits + fresh)
+        seq.num_committed_blocks = len(hits)
+        return len(hits) * self.block_size
+
+    def can_append(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether `num_tokens` more can be computed for a running sequence, copy-on-write counted in."""
+        missing = self.blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+        return max(missing, 0) + self._writes_shared_block(seq) <= len(self._free)
+
+    def append(self, seq: Sequence, num_tokens: int) -> Appended:
+        """Makes the slots of the next `num_tokens` tokens exist and belong to this sequence alone."""
+        table = seq.block_table
+        first = len(table)
+        copy = None
+        if self._writes_shared_block(seq):
+            first = seq.num_computed_tokens // self.block_size
+            assert first == len(table) - 1, "only the last block of a table can be partly filled"
+            shared = table[first]
+            copy = BlockCopy(shared, self._take())
+            table[first] = copy.destination
+            self._release(shared)
+        missing = self.blocks_for(seq.num_computed_tokens + num_tokens) - len(table)
+        table.extend(self._take() for _ in range(missing))
+        return Appended(first, tuple(table[first:]), copy)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares every block of the parent; whoever writes first gets a copy."""
+        assert not child.block_table
+        for block_id in parent.block_table:
+            self._reference(block_id)
+        child.block_table.extend(parent.block_table)
+        child.block_hashes = parent.block_hashes.copy()
+        child.num_committed_blocks = parent.num_committed_blocks
+
+    def commit(self, seq: Sequence) -> None:
+        """Publishes blocks that have become full and computed, so that other prompts can reuse them."""
+        if not self._caching:
+            return
+        full = seq.num_computed_tokens // self.block_size
+        if full <= seq.num_committed_blocks:
+            return
+        self._extend_hashes(seq, full)
+        for index in range(seq.num_committed_blocks, full):
+            block, digest = self._blocks[seq.block_table[index]], seq.block_hashes[index]
+            # Two sequences that computed the same prefix side by side: the first one's block is kept.
+            if block.hash is None and digest not in self._cached:
+                block.hash = digest
+                self._cached[digest] = seq.block_table[index]
+        seq.num_committed_blocks = full
+
+    def free(self, seq: Sequence) -> None:
+        for block_id in reversed(seq.block_table):
+            self._release(block_id)
+        seq.block_table.clear()
+        seq.num_committed_blocks = 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises `AssertionError` when an invariant does not hold for these live sequences."""
+        counts = [0] * self.num_blocks
+        for seq in sequences:
+            for block_id in seq.block_table:
+                counts[block_id] += 1
+        for block_id, block in enumerate(self._blocks):
+            assert block.ref_count == counts[block_id], f"block {block_id}: {block.ref_count} references"
+            assert (block_id in self._free) == (block.ref_count == 0), f"block {block_id}: free list"
+            if block.hash is not None:
+                assert self._cached.get(block.hash) == block_id, f"block {block_id}: prefix cache"
+        assert len(self._cached) == sum(block.hash is not None for block in self._blocks)
+
+    def _writes_shared_block(self, seq: Sequence) -> bool:
+        index = seq.num_computed_tokens // self.block_size
+        return index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1
+
+    def _reference(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            del self._free[block_id]
+        block.ref_count += 1
+
+    def _release(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        block.ref_count -= 1
+        assert block.ref_count >= 0
+        if block.ref_count == 0:
+            self._free[block_id] = None
+            if block.hash is None:
+                self._free.move_to_end(block_id, last=False)
+
+    def _take(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        if block.hash is not None:
+            del self._cached[block.hash]
+            block.hash = None
+        block.ref_count = 1
+        return block_id
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        if not self._caching:
+            return []
+        usable = (seq.num_tokens - 1) // self.block_size
+        self._extend_hashes(seq, usable)
+        hits = []
+        for digest in seq.block_hashes[:usable]:
+            block_id = self._cached.get(digest)
+            if block_id is None:
+                break
+            hits.append(block_id)
+        return hits
+
+    def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
+        size, hashes = self.block_size, seq.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else _root_hash(seq.request.cache_salt or "")
+            digest = blake2b(parent, digest_size=16, key=_HASH_KEY)
+            digest.update(array("i", seq.token_ids[index * size : (index + 1) * size]).tobytes())
+            hashes.append(digest.digest())
+
+
+def _root_hash(salt: str) -> bytes:
+    """What a first block hangs on. Its own `person` keeps a salt from passing for a block's digest."""
+    salted = salt.encode("utf-8", "surrogatepass")
+    return blake2b(salted, digest_size=16, key=_HASH_KEY, person=b"root").digest()

@@ -1,0 +1,107 @@
+"""From tokens to text, for one request: detokenises, stops at stop strings, keeps log-probabilities aligned.
+
+Owned by the engine, on the engine's thread. A delta carries exactly the tokens whose text it carries, so
+text, token ids, log-probabilities and counts agree even while a stop string is held back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from octavo.engine.detokenizer import Detokenizer
+from octavo.engine.scheduler import SequenceOutput
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import OctavoError
+from octavo.protocol import TokenLogprobs
+from octavo.request import FinishReason, Logprob, Request, TextDelta
+
+
+@dataclass(slots=True)
+class _Continuation:
+    """One sequence: tokens that arrived and whose text is not decided yet."""
+
+    index: int
+    detokenizer: Detokenizer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+
+class Delivery:
+    def __init__(
+        self,
+        request: Request,
+        sink: Callable[[TextDelta], None],
+        tokenizer: Tokenizer,
+        seq_ids: Sequence[int],
+    ) -> None:
+        self.request = request
+        self.seq_ids = tuple(seq_ids)
+        self._sink = sink
+        self._tokenizer = tokenizer
+        self._open = {
+            seq_id: _Continuation(index, Detokenizer(tokenizer, request.prompt_token_ids, request.params))
+            for index, seq_id in enumerate(seq_ids)
+        }
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    def deliver(self, output: SequenceOutput) -> FinishReason | None:
+        """Sends what is decided of this sequence. Returns its finish reason once it has one, perhaps found
+        here: a stop string."""
+        state = self._open[output.seq_id]
+        state.token_ids.extend(output.token_ids)
+        state.logprobs.extend(output.logprobs)
+        reason = output.finish_reason
+        # A token that ends the sequence is counted but has no text, unless it was asked for.
+        params = self.request.params
+        mute = output.stopped_by_token and not params.include_stop_str_in_output
+        spoken = output.token_ids[:-1] if mute else output.token_ids
+        piece = state.detokenizer.push(spoken, final=reason is not None)
+        num_tokens = piece.num_tokens
+        if piece.stopped:
+            reason = "stop"
+        elif mute:
+            num_tokens += 1
+        if num_tokens or piece.text or reason:
+            if reason:
+                del self._open[output.seq_id]
+            self._send(state, piece.text, num_tokens, reason)
+        return reason
+
+    def fail(self, error: OctavoError) -> None:
+        self._open.clear()
+        self._sink(
+            TextDelta(
+                self.request.id,
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                error=error,
+                request_finished=True,
+            )
+        )
+
+    def _send(self, state: _Continuation, text: str, num_tokens: int, reason: FinishReason | None) -> None:
+        token_ids, logprobs = state.token_ids[:num_tokens], state.logprobs[:num_tokens]
+        del state.token_ids[:num_tokens], state.logprobs[:num_tokens]
+        state.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
+        wanted = self.request.params.logprobs is not None
+        self._sink(
+            TextDelta(
+                request_id=self.request.id,
+                index=state.index,
+                text=text,
+                token_ids=tuple(token_ids),
+                logprobs=tuple(self._explain(entry) for entry in logprobs) if wanted else (),
+                cumulative_logprob=state.cumulative_logprob,
+                finish_reason=reason,
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                request_finished=self.finished,
+            )
+        )
+
+    def _explain(self, entry: TokenLogprobs) -> tuple[Logprob, ...]:
+        return tuple(
+            Logprob(token_id, logprob, rank, self._tokenizer.token_text(token_id))
+            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        )

@@ -1,0 +1,211 @@
+"""The engine: requests in, text deltas out, one step at a time.
+
+It builds everything below it (checkpoint, tokenizer, executor, scheduler) and turns the scheduler's tokens
+into text. One thread at a time may call `add`, `abort` and `step`: the loop's thread, or the caller of
+`generate`. `make_request` and `stats` may be called from any thread.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from typing import Any
+
+from octavo.config import EngineConfig, resolve
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.delivery import Delivery
+from octavo.engine.metrics import EngineStats
+from octavo.engine.offline import Completion, generate
+from octavo.engine.scheduler import Scheduler, SequenceOutput
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import Cancelled, InvalidArgument, OctavoError, StepFailed
+from octavo.models.model_config import ModelConfig
+from octavo.protocol import StepPlan
+from octavo.request import Request, SamplingParams, TextDelta
+from octavo.weights.loader import Checkpoint, open_checkpoint
+from octavo.worker.executor import LocalExecutor
+
+log = logging.getLogger("octavo")
+
+Sink = Callable[[TextDelta], None]
+
+
+class Engine:
+    """`Engine("path")`, or with engine arguments: `Engine({"model": "path", "dtype": "float32"})`.
+
+    Raises `ConfigError` or `WeightsError` when it cannot be built.
+    """
+
+    def __init__(self, model: str | Mapping[str, Any] | EngineConfig) -> None:
+        arguments = {"model": model} if isinstance(model, str) else model
+        config = arguments if isinstance(arguments, EngineConfig) else resolve(arguments)
+        checkpoint = open_checkpoint(config.model)
+        self.model_config = ModelConfig.from_dict(checkpoint.config())
+        self.config = config = config.for_model(self.model_config.max_positions)
+        self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
+        self._executor = LocalExecutor(config, checkpoint, self.model_config)
+        self._blocks = BlockManager(
+            self._executor.num_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(config, self._blocks, self._eos_token_ids(checkpoint))
+        self._deliveries: dict[str, Delivery] = {}  # by request id
+        self._by_sequence: dict[int, Delivery] = {}
+        self._finished: Counter[str] = Counter()
+        log.info("%s", self.describe())
+
+    def describe(self) -> str:
+        """The one line that tells an operator what fits."""
+        num_tokens = self._blocks.num_blocks * self.config.block_size
+        assert self.config.max_model_len is not None
+        return (
+            f"KV cache: {self._blocks.num_blocks} blocks of {self.config.block_size} = {num_tokens} tokens = "
+            f"{num_tokens / self.config.max_model_len:.1f} requests at max_model_len "
+            f"({self.config.max_model_len}); limited by {self._executor.kv_limit}"
+        )
+
+    def make_request(
+        self,
+        id: str,
+        prompt: str | Items[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cumulative_logprob: bool = False,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Tokenises and checks a prompt. Raises `InvalidArgument`, `PromptTooLong`. Any thread."""
+        params = params or SamplingParams()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self._scheduler.check(len(ids), params)
+        vocab_size = self.model_config.vocab_size
+        for name, tokens in (("input_ids", ids), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+            if bad is not None:
+                raise InvalidArgument(f"'{name}' holds {bad}; allowed: 0 to {vocab_size - 1}")
+        return Request(id, tuple(map(int, ids)), params, priority, cumulative_logprob, cache_salt)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Puts a request in line. `sink` is called from `step`, must not block, and ends with one delta that
+        has `request_finished`. Raises `InvalidArgument`; then the sink is never called."""
+        if request.id in self._deliveries:
+            raise InvalidArgument(f"a request with id '{request.id}' is already here")
+        sequences = self._scheduler.add(request)
+        delivery = Delivery(request, sink, self.tokenizer, [seq.id for seq in sequences])
+        self._deliveries[request.id] = delivery
+        for seq in sequences:
+            self._by_sequence[seq.id] = delivery
+
+    def abort(self, request_id: str, error: OctavoError | None = None) -> bool:
+        """Ends a request with an error, `Cancelled` if none is given. False when it is not here any more."""
+        delivery = self._deliveries.get(request_id)
+        if delivery is None:
+            return False
+        self._forget(delivery)
+        self._finished["error" if error else "abort"] += 1
+        delivery.fail(error or Cancelled("the request was cancelled"))
+        return True
+
+    def abort_all(self, error: OctavoError) -> None:
+        for request_id in list(self._deliveries):
+            self.abort(request_id, error)
+
+    def answer_all(self, error: OctavoError) -> None:
+        """Ends every request without touching the scheduler: for an engine that will not run again."""
+        for delivery in self._deliveries.values():
+            delivery.fail(error)
+        self._deliveries.clear()
+
+    def step(self) -> bool:
+        """Schedules, computes and delivers once. False when there was nothing to compute.
+
+        A step that fails ends its own requests with `StepFailed` and no others.
+        """
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        try:
+            self._executor.submit(plan)
+            result = self._executor.collect()
+        except StepFailed as error:
+            self._fail(plan, error)
+            return True
+        for output in self._scheduler.update(plan, result):
+            delivery = self._by_sequence.get(output.seq_id)
+            if delivery is None:  # an earlier output of this step ended the request
+                continue
+            if output.error:
+                self.abort(delivery.request.id, StepFailed(output.error))
+            else:
+                self._deliver(delivery, output)
+        return True
+
+    def stats(self) -> EngineStats:
+        counters = self._scheduler.counters
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=self._blocks.num_blocks,
+            num_used_blocks=self._blocks.num_used_blocks,
+            num_cached_blocks=self._blocks.num_cached_blocks,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_prompt_tokens_total=counters.cached_prompt_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            preemptions_total=counters.preemptions,
+            prefix_queries_total=counters.prefix_queries,
+            prefix_hits_total=counters.prefix_hits,
+            requests_finished=dict(self._finished),
+        )
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def generate(
+        self,
+        prompts: Iterable[str | Items[int]],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Continues all prompts together and returns them in order. See `octavo.engine.offline`."""
+        return generate(self, prompts, params, progress)
+
+    def _eos_token_ids(self, checkpoint: Checkpoint) -> set[int]:
+        """The generation config decides; what the model and the tokenizer say is asked only without it."""
+        eos = checkpoint.generation_config().get("eos_token_id")
+        if eos is None:
+            return {*self.model_config.eos_token_ids, *self.tokenizer.eos_token_ids}
+        return {eos} if isinstance(eos, int) else set(eos)
+
+    def _deliver(self, delivery: Delivery, output: SequenceOutput) -> None:
+        try:
+            reason = delivery.deliver(output)
+        except Exception as error:
+            log.exception("request %s: its tokens could not be turned into text", delivery.request.id)
+            self.abort(delivery.request.id, OctavoError(f"detokenisation failed: {error!r}"))
+            return
+        if reason:
+            self._scheduler.finish(output.seq_id)
+            del self._by_sequence[output.seq_id]
+        if reason and delivery.finished:
+            self._forget(delivery)
+            self._finished[reason] += 1
+
+    def _fail(self, plan: StepPlan, error: StepFailed) -> None:
+        log.error("step %d failed: %s", plan.step_id, error, exc_info=error)
+        for piece in plan.slices:
+            delivery = self._by_sequence.get(piece.seq_id)
+            if delivery:
+                self.abort(delivery.request.id, error)
+
+    def _forget(self, delivery: Delivery) -> None:
+        del self._deliveries[delivery.request.id]
+        self._scheduler.finish(*delivery.seq_ids)
+        for seq_id in delivery.seq_ids:
+            self._by_sequence.pop(seq_id, None)

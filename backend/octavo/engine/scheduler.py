@@ -1,0 +1,310 @@
+"""Continuous batching: which tokens of which sequences the next step computes. Torch-free.
+
+Owned by the engine thread. The scheduler is the single writer of `Sequence`; `schedule` hands out an
+immutable `StepPlan`, `update` takes the result of that plan back. A sequence may finish or be aborted while
+its step is in flight: `update` then ignores what the step says of it.
+
+There is no prefill phase and no decode phase: every running sequence computes as many of its uncomputed
+tokens as the token budget allows. One rule thereby covers chunked prefill, prefix hits and resumption.
+"""
+
+import random
+from bisect import insort
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from octavo.config import EngineConfig
+from octavo.engine.admission import Admission
+from octavo.engine.block_manager import Appended, BlockManager
+from octavo.engine.sequence import Sequence
+from octavo.errors import InvalidArgument, PromptTooLong
+from octavo.protocol import (
+    BlockCopy,
+    Fork,
+    NewSequence,
+    RowSampling,
+    SequenceResult,
+    Slice,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from octavo.request import FinishReason, Request, SamplingParams
+
+_rank = attrgetter("rank")
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # sets the seeds of a request's sequences apart
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What a step did to one sequence. After a `finish_reason` or an `error` it is gone."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stopped_by_token: bool = False  # the last token is an EOS or stop token: it has no text
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, read by `Engine.stats`."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step plan while it is being made. `born` join the running ones when it is done."""
+
+    budget: int
+    slices: list[Slice] = field(default_factory=list)
+    new: list[NewSequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    born: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(
+        self, config: EngineConfig, block_manager: BlockManager, eos_token_ids: Collection[int] = ()
+    ) -> None:
+        assert config.max_model_len is not None
+        self._max_model_len = config.max_model_len
+        self._budget = config.max_num_batched_tokens
+        self._chunked = config.enable_chunked_prefill
+        self._max_num_seqs = config.max_num_seqs
+        self._blocks = block_manager
+        self._eos = frozenset(eos_token_ids)
+        self._seeds = random.Random(config.seed)
+        self._admission = Admission(block_manager, config.max_num_seqs)
+        self._live: dict[int, Sequence] = {}  # all that have not finished, unborn children too
+        self._running: list[Sequence] = []  # sorted by rank
+        self._dropped: list[int] = []  # rows for the worker to drop with the next plan
+        self._num_sequences = self._num_requests = self._num_steps = 0
+        self.counters = Counters()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._admission)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def check(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Refuses what could never be served. Reads configuration only, so any thread may call it."""
+        if num_prompt_tokens == 0:
+            raise InvalidArgument("the prompt is empty: it has no tokens; give at least one")
+        if num_prompt_tokens >= self._max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens; max_model_len is {self._max_model_len}, "
+                f"so at most {self._max_model_len - 1} fit beside one new token"
+            )
+        if params.n > self._max_num_seqs:
+            raise InvalidArgument(
+                f"'n' is {params.n}; this server runs at most {self._max_num_seqs} sequences"
+            )
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Puts a request in line; returns its n sequences. Raises like `check`."""
+        self.check(len(request.prompt_token_ids), request.params)
+        params = request.params
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        self._num_requests += 1
+        sequences = []
+        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos)
+        for index in range(params.n):
+            self._num_sequences += 1
+            sequences.append(
+                Sequence(
+                    id=self._num_sequences,
+                    request=request,
+                    index=index,
+                    arrival=self._num_requests,
+                    sampling=_row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, stop_ids),
+                    stop_ids=stop_ids,
+                    token_ids=list(request.prompt_token_ids),
+                )
+            )
+        self._live.update((seq.id, seq) for seq in sequences)
+        sequences[0].children = sequences[1:]
+        self._admission.add(sequences[0])
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        return sequences
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed."""
+        draft = _Draft(budget=self._budget)
+        preempted = self._continue_running(draft)
+        if not preempted:
+            self._admit_waiting(draft)
+        for seq in draft.born:
+            insort(self._running, seq, key=_rank)
+        if not draft.slices:
+            return None
+        self._num_steps += 1
+        dropped, self._dropped = self._dropped, []
+        return StepPlan(
+            step_id=self._num_steps,
+            slices=tuple(draft.slices),
+            new=tuple(draft.new),
+            forks=tuple(draft.forks),
+            copies=tuple(draft.copies),
+            finished=tuple(dropped),
+        )
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Takes a step's result: advances, commits and finishes its sequences."""
+        results = {r.seq_id: r for r in result.sequences}
+        outputs: list[SequenceOutput] = []
+        for piece in plan.slices:
+            for seq_id in piece.samples or (piece.seq_id,):
+                seq = self._live.get(seq_id)
+                if seq is None:  # finished or aborted while the step was in flight
+                    continue
+                seq.num_computed_tokens = piece.start + piece.length
+                self._blocks.commit(seq)
+                if piece.samples:
+                    outputs.append(self._take_result(seq, results[seq_id]))
+        self.finish(*(out.seq_id for out in outputs if out.finish_reason or out.error))
+        return outputs
+
+    def finish(self, *seq_ids: int) -> None:
+        """Ends sequences and frees their blocks; ids that are gone already are fine.
+
+        Unborn children live on their parent, so they end with it.
+        """
+        gone = [seq for seq_id in seq_ids if (seq := self._live.pop(seq_id, None)) is not None]
+        for seq in gone:
+            for child in seq.children:
+                self._live.pop(child.id, None)
+        if any(seq.block_table for seq in gone):
+            self._running = [seq for seq in self._running if seq.id in self._live]
+        if not all(seq.block_table for seq in gone):
+            self._admission.remove(lambda seq: seq.id not in self._live)
+        for seq in gone:
+            if seq.block_table:
+                self._blocks.free(seq)
+                self._dropped.append(seq.id)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` when an invariant of the scheduler or of its blocks does not hold."""
+        self._blocks.check_integrity(self._live.values())
+        assert self._running == sorted(self._running, key=_rank)
+        seats = sum(1 + len(seq.children) for seq in self._running)
+        assert seats <= self._max_num_seqs, f"{seats} seats taken"
+        running = {seq.id for seq in self._running}
+        for seq in self._live.values():
+            assert bool(seq.block_table) == (seq.id in running), f"sequence {seq.id}: blocks, but not running"
+            assert seq.num_computed_tokens < seq.num_tokens <= self._max_model_len
+
+    def _continue_running(self, draft: _Draft) -> bool:
+        """Gives every running sequence its share of the budget, in order of rank.
+
+        When blocks run out, the last in rank is preempted. It is not scheduled yet, so nothing has to be
+        rolled back, and the first in rank always advances. Returns whether anyone was preempted.
+        """
+        preempted = False
+        index = 0
+        while index < len(self._running):
+            seq = self._running[index]
+            # One token is kept back for each sequence behind: a long prompt slows them, but stops none.
+            behind = len(self._running) - index - 1
+            length = min(seq.num_uncomputed_tokens, draft.budget - behind)
+            while not self._blocks.can_append(seq, length):
+                preempted = True
+                victim = self._running.pop()
+                self._preempt(victim)
+                if victim is seq:
+                    return True
+            self._compute(draft, seq, length)
+            index += 1
+        return preempted
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while draft.budget > 0:
+            # Children born in this step hold the seats that their parent kept for them.
+            most_tokens = None if self._chunked else draft.budget
+            seq = self._admission.take(self._running + draft.born, most_tokens)
+            if seq is None:
+                return
+            seq.num_computed_tokens = self._blocks.allocate(seq)
+            self.counters.prefix_queries += seq.num_tokens
+            self.counters.prefix_hits += seq.num_computed_tokens
+            if seq.num_generated_tokens == 0:
+                self.counters.cached_prompt_tokens += seq.num_computed_tokens
+            draft.new.append(NewSequence(seq.id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.sampling))
+            insort(self._running, seq, key=_rank)
+            self._compute(draft, seq, min(seq.num_uncomputed_tokens, draft.budget), is_new=True)
+
+    def _compute(self, draft: _Draft, seq: Sequence, length: int, is_new: bool = False) -> None:
+        """Puts the sequence's next `length` tokens into the plan, and its forks once the prompt is done."""
+        # A new sequence has all its blocks, but the worker has not seen any of them.
+        appended = Appended(0, tuple(seq.block_table)) if is_new else self._blocks.append(seq, length)
+        if appended.copy:
+            draft.copies.append(appended.copy)
+        samples: tuple[int, ...] = ()
+        if length == seq.num_uncomputed_tokens:
+            samples = (seq.id, *(child.id for child in seq.children))
+            for child in seq.children:
+                self._blocks.fork(seq, child)
+                draft.forks.append(Fork(seq.id, child.id, child.sampling))
+            draft.born.extend(seq.children)
+            seq.children = []
+        draft.budget -= length
+        draft.slices.append(
+            Slice(seq.id, seq.num_computed_tokens, length, appended.first_block, appended.block_ids, samples)
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back into line, to be computed anew; its cached blocks make that cheap while nobody takes them."""
+        self._blocks.free(seq)
+        seq.num_computed_tokens = 0
+        self._dropped.append(seq.id)
+        self._admission.add(seq)
+        self.counters.preemptions += 1
+
+    def _take_result(self, seq: Sequence, result: SequenceResult) -> SequenceOutput:
+        if result.error:
+            return SequenceOutput(seq.id, (), (), None, error=result.error)
+        params = seq.request.params
+        taken, by_token = 0, False
+        reason: FinishReason | None = None
+        for token_id in result.token_ids:
+            seq.token_ids.append(token_id)
+            taken += 1
+            if token_id in seq.stop_ids and seq.num_generated_tokens > params.min_tokens:
+                reason, by_token = "stop", True
+            elif seq.num_generated_tokens >= params.max_tokens or seq.num_tokens >= self._max_model_len:
+                reason = "length"
+            if reason:
+                break
+        seq.finish_reason = reason
+        self.counters.generation_tokens += taken
+        return SequenceOutput(seq.id, result.token_ids[:taken], result.logprobs[:taken], reason, by_token)
+
+
+def _row_sampling(request: Request, seed: int, stop_ids: frozenset[int]) -> RowSampling:
+    params = request.params
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed,
+        num_logprobs=0 if request.cumulative_logprob and params.logprobs is None else params.logprobs,
+        min_tokens=params.min_tokens,
+        stop_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+    )

@@ -1,0 +1,51 @@
+"""A sequence: one continuation of one prompt. Only the scheduler (and `BlockManager` for it) writes one."""
+
+from dataclasses import dataclass, field
+
+from octavo.protocol import RowSampling
+from octavo.request import FinishReason, Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """There is no prefill and no decode: `num_computed_tokens` catches up with `num_tokens`.
+
+    Invariants: `num_computed_tokens < num_tokens` between steps while it runs; while it waits its block
+    table is empty and `num_computed_tokens` is 0. `children` are the request's other sequences until this
+    one's prompt is computed and they fork off it.
+    """
+
+    id: int
+    request: Request
+    index: int  # which of the request's n sequences
+    arrival: int  # a counter: smaller came earlier
+    sampling: RowSampling
+    stop_ids: frozenset[int]  # tokens that end it
+    token_ids: list[int]
+    children: list["Sequence"] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as anyone asked
+    num_committed_blocks: int = 0  # leading blocks of the table whose hashes are published
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sorts by who is served first: lower priority number, then earlier arrival, then index."""
+        return (self.request.priority, self.arrival, self.index)

@@ -1,0 +1,248 @@
+"""The block manager against a model of it: who holds which block, and what the cache may give."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from octavo.engine.block_manager import Allocation, BlockManager
+from octavo.engine.sequence import Sequence
+from octavo.protocol import RowSampling
+from octavo.request import Request
+
+GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0)
+
+
+def sequence(tokens: list[int], id: int = 1, salt: str | None = None) -> Sequence:
+    request = Request(f"r{id}", tuple(tokens), cache_salt=salt)
+    return Sequence(id, request, 0, id, GREEDY, frozenset(), list(tokens))
+
+
+def run(manager: BlockManager, seq: Sequence) -> int:
+    """Allocates and computes all tokens of a sequence; returns the number that the cache held."""
+    assert manager.can_allocate(seq) is Allocation.NOW
+    cached = manager.allocate(seq)
+    seq.num_computed_tokens = seq.num_tokens
+    manager.commit(seq)
+    return cached
+
+
+def test_allocate_gives_whole_blocks_and_free_returns_them() -> None:
+    manager = BlockManager(10, 4)
+    seq = sequence(list(range(9)))
+    assert run(manager, seq) == 0
+    assert len(seq.block_table) == 3
+    assert (manager.num_free_blocks, manager.num_used_blocks) == (7, 3)
+    manager.free(seq)
+    assert seq.block_table == []
+    assert manager.num_free_blocks == 10
+    manager.check_integrity([])
+
+
+def test_can_allocate_says_now_later_or_never() -> None:
+    manager = BlockManager(4, 2)
+    first = sequence([1] * 5)
+    assert manager.can_allocate(sequence([0] * 9)) is Allocation.NEVER
+    assert manager.can_allocate(first, reserve=1) is Allocation.NOW
+    assert manager.can_allocate(first, reserve=2) is Allocation.LATER
+    run(manager, first)
+    assert manager.can_allocate(sequence([2] * 3, 2)) is Allocation.LATER
+
+
+def test_a_prefix_is_reused_up_to_the_last_full_block_but_never_whole() -> None:
+    manager = BlockManager(20, 4)
+    first = sequence(list(range(8)))
+    run(manager, first)
+    manager.free(first)
+    assert manager.num_cached_blocks == 2
+    same = sequence(list(range(8)), 2)
+    assert run(manager, same) == 4  # the last token must be computed for its logits
+    longer = sequence([*range(8), 99], 3)
+    assert run(manager, longer) == 8
+    assert same.block_table[0] == longer.block_table[0]
+    other = sequence([0, 1, 2, 7, 4, 5, 6, 7, 8], 4)
+    assert run(manager, other) == 0
+    manager.check_integrity([same, longer, other])
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    manager = BlockManager(20, 2)
+    run(manager, sequence([1, 2, 3, 4, 5], 1, salt="a"))
+    assert run(manager, sequence([1, 2, 3, 4, 5], 2, salt="b")) == 0
+    assert run(manager, sequence([1, 2, 3, 4, 5], 3)) == 0
+    assert run(manager, sequence([1, 2, 3, 4, 5], 4, salt="a")) == 4
+
+
+def test_without_prefix_caching_nothing_is_reused() -> None:
+    manager = BlockManager(20, 2, enable_prefix_caching=False)
+    run(manager, sequence([1, 2, 3, 4, 5]))
+    assert run(manager, sequence([1, 2, 3, 4, 5], 2)) == 0
+    assert manager.num_cached_blocks == 0
+
+
+def test_the_tail_is_evicted_before_the_head_and_old_before_recent() -> None:
+    manager = BlockManager(6, 2)
+    old, recent = sequence([1, 2, 3, 4, 5], 1), sequence([6, 7, 8, 9, 10], 2)
+    run(manager, old)
+    run(manager, recent)
+    manager.free(old)
+    manager.free(recent)
+    # Both have two cached blocks and a half-full one; three new blocks take the two halves and old's tail.
+    run(manager, sequence([20, 21, 22, 23, 24], 3))
+    assert manager.can_allocate(sequence([0] * 8)) is Allocation.LATER
+    again = sequence([1, 2, 3], 4)
+    assert manager.allocate(again) == 2
+    manager.free(again)
+    assert manager.allocate(sequence([6, 7, 8, 9, 10], 5)) == 2  # `again` took this one's tail
+
+
+def test_the_first_writer_of_a_shared_block_gets_a_copy_and_the_last_one_does_not() -> None:
+    manager = BlockManager(10, 4)
+    parent, child = sequence([1, 2, 3, 4, 5, 6]), sequence([1, 2, 3, 4, 5, 6], 2)
+    run(manager, parent)
+    manager.fork(parent, child)
+    child.num_computed_tokens = parent.num_computed_tokens
+    shared = parent.block_table[1]
+    assert manager.num_used_blocks == 2
+    appended = manager.append(child, 1)
+    assert appended.copy is not None
+    assert (appended.first_block, appended.block_ids) == (1, (child.block_table[1],))
+    assert appended.copy.source == shared
+    assert appended.copy.destination == child.block_table[1] != shared
+    assert child.block_table[0] == parent.block_table[0]
+    assert manager.append(parent, 1).copy is None
+    assert parent.block_table[1] == shared
+    manager.check_integrity([parent, child])
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
+    manager = BlockManager(10, 4)
+    parent, child = sequence([1, 2, 3, 4]), sequence([1, 2, 3, 4], 2)
+    run(manager, parent)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 4
+    for seq in (parent, child):
+        assert manager.append(seq, 1).copy is None
+    assert parent.block_table[0] == child.block_table[0]
+    assert parent.block_table[1] != child.block_table[1]
+
+
+def test_can_append_counts_the_copy() -> None:
+    manager = BlockManager(2, 4)
+    parent, child = sequence([1, 2, 3]), sequence([1, 2, 3], 2)
+    run(manager, parent)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 3
+    assert manager.can_append(child, 1)
+    manager.append(child, 1)
+    assert manager.num_free_blocks == 0
+    assert manager.can_append(parent, 1)
+    parent.num_computed_tokens = 4
+    assert not manager.can_append(parent, 1)
+
+
+def test_check_integrity_sees_a_leak_and_a_double_reference() -> None:
+    manager = BlockManager(4, 2)
+    seq = sequence([1, 2, 3])
+    run(manager, seq)
+    with pytest.raises(AssertionError, match="block"):
+        manager.check_integrity([])
+    with pytest.raises(AssertionError, match="block"):
+        manager.check_integrity([seq, seq])
+
+
+class Machine(RuleBasedStateMachine):
+    """Random programs of allocate, append, fork and free, with the content of every block tracked."""
+
+    @initialize(
+        num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 3, 8]), caching=st.booleans()
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.manager = BlockManager(num_blocks, block_size, caching)
+        self.size = block_size
+        self.live: list[Sequence] = []
+        self.content: dict[int, list[tuple[int, ...]]] = {}  # block -> the prefix stored in each of its slots
+        self.count = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
+    def allocate(self, tokens: list[int], salt: str | None) -> None:
+        self.count += 1
+        seq = sequence(tokens, self.count, salt)
+        fits = self.manager.can_allocate(seq)
+        if -(-len(tokens) // self.size) > self.manager.num_blocks:
+            assert fits is Allocation.NEVER
+        if fits is not Allocation.NOW:
+            return
+        seq.num_computed_tokens = self.manager.allocate(seq)
+        assert seq.num_computed_tokens < len(tokens)
+        self.check_content(seq)
+        self.write(seq, seq.num_uncomputed_tokens)
+        self.live.append(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = data.draw(st.sampled_from(self.live))
+        free = self.manager.num_free_blocks
+        if not self.manager.can_append(seq, len(tokens)):
+            return
+        seq.token_ids.extend(tokens)
+        appended = self.manager.append(seq, len(tokens))
+        if appended.copy:
+            self.content[appended.copy.destination] = self.content[appended.copy.source].copy()
+        assert len(seq.block_table) == -(-seq.num_tokens // self.size)
+        assert free - self.manager.num_free_blocks == len(appended.block_ids)
+        self.check_content(seq)
+        self.write(seq, len(tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.live))
+        self.count += 1
+        child = sequence(parent.token_ids, self.count, parent.request.cache_salt)
+        used = self.manager.num_used_blocks
+        self.manager.fork(parent, child)
+        child.num_computed_tokens = parent.num_computed_tokens
+        assert self.manager.num_used_blocks == used
+        self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.live))
+        self.manager.free(seq)
+        self.live.remove(seq)
+
+    def write(self, seq: Sequence, num_tokens: int) -> None:
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
+            block = seq.block_table[position // self.size]
+            slots = self.content.setdefault(block, [])
+            del slots[position % self.size :]
+            slots.append(self.prefix(seq, position))
+        seq.num_computed_tokens += num_tokens
+        self.manager.commit(seq)
+
+    def prefix(self, seq: Sequence, position: int) -> tuple[int, ...]:
+        return (seq.request.cache_salt == "s", *seq.token_ids[: position + 1])
+
+    def check_content(self, seq: Sequence) -> None:
+        for position in range(seq.num_computed_tokens):
+            slots = self.content[seq.block_table[position // self.size]]
+            assert slots[position % self.size] == self.prefix(seq, position)
+
+    @invariant()
+    def sound(self) -> None:
+        self.manager.check_integrity(self.live)
+        for seq in self.live:
+            self.check_content(seq)
+
+    def teardown(self) -> None:
+        for seq in getattr(self, "live", []):
+            self.manager.free(seq)
+        if hasattr(self, "manager"):
+            self.manager.check_integrity([])
+            assert self.manager.num_used_blocks == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)

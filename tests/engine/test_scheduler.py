@@ -1,0 +1,361 @@
+"""The scheduler against a simulated executor that checks the content of every KV slot it would read."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from octavo.config import EngineConfig
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import InvalidArgument, PromptTooLong
+from octavo.protocol import SequenceResult, StepPlan, StepResult
+from octavo.request import Request, SamplingParams
+
+from simulated import VOCAB, SimulatedExecutor, expected_tokens
+
+
+class Run:
+    """A scheduler, its blocks and a simulated executor."""
+
+    def __init__(self, *, num_blocks: int = 64, eos: tuple[int, ...] = (), **config: object) -> None:
+        arguments = {"model": "m", "block_size": 4, "max_model_len": 40, "max_num_seqs": 8, "seed": 1}
+        arguments |= {"max_num_batched_tokens": 32, **config}
+        self.config = EngineConfig(**arguments).for_model(4096)
+        self.blocks = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(self.config, self.blocks, eos)
+        self.executor = SimulatedExecutor(num_blocks, self.config.block_size)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.reasons: dict[int, str | None] = {}
+        self.expected: dict[int, list[int]] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(self, prompt: list[int], priority: int = 0, **params: object) -> list[int]:
+        request = Request(f"r{len(self.expected)}", tuple(prompt), SamplingParams(**params), priority)
+        sequences = self.scheduler.add(request)
+        assert self.config.max_model_len is not None
+        for seq in sequences:
+            seed = seq.sampling.seed
+            self.expected[seq.id] = expected_tokens(prompt, request.params, seed, self.config.max_model_len)
+        return [seq.id for seq in sequences]
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        assert all(piece.length > 0 for piece in plan.slices)
+        self.executor.submit(plan)
+        self.update(plan, self.executor.collect())
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        for output in self.scheduler.update(plan, result):
+            self.tokens[output.seq_id].extend(output.token_ids)
+            self.reasons[output.seq_id] = output.finish_reason
+        self.scheduler.check_integrity()
+
+    def drain(self, limit: int = 10_000) -> None:
+        while self.scheduler.has_work:
+            assert self.step() is not None, "there is work, but nothing is scheduled"
+            limit -= 1
+            assert limit, "does not come to an end"
+        assert self.blocks.num_used_blocks == 0
+        self.blocks.check_integrity([])
+
+    def check(self, *seq_ids: int) -> None:
+        for seq_id in seq_ids or self.expected:
+            assert self.tokens[seq_id] == self.expected[seq_id]
+
+
+def test_one_request_runs_to_its_length() -> None:
+    run = Run()
+    (seq_id,) = run.add([1, 2, 3, 4, 5], max_tokens=7)
+    run.drain()
+    run.check()
+    assert len(run.tokens[seq_id]) == 7
+    assert run.reasons[seq_id] == "length"
+    assert [plan.num_tokens for plan in run.plans] == [5, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    run = Run(max_num_batched_tokens=8)
+    run.add(list(range(20)), max_tokens=2)
+    run.drain()
+    run.check()
+    assert [plan.num_tokens for plan in run.plans] == [8, 8, 4, 1]
+    assert [bool(plan.slices[0].samples) for plan in run.plans] == [False, False, True, True]
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
+    run = Run(max_num_batched_tokens=8)
+    (short,) = run.add([1, 2], max_tokens=10)
+    run.step()
+    run.add(list(range(30)), max_tokens=1)
+    for _ in range(4):
+        plan = run.step()
+        assert plan is not None
+        assert [(piece.seq_id == short, piece.length) for piece in plan.slices][0] == (True, 1)
+        assert plan.num_tokens == 8
+    run.drain()
+    run.check()
+
+
+def test_a_long_prompt_ahead_in_rank_leaves_a_token_for_everyone_behind() -> None:
+    run = Run(max_num_batched_tokens=8)
+    (short,) = run.add([1, 2], priority=1, max_tokens=10)
+    run.step()
+    run.add(list(range(30)), priority=0, max_tokens=1)
+    run.step()
+    plan = run.step()
+    assert plan is not None
+    assert [piece.length for piece in plan.slices] == [7, 1]
+    assert plan.slices[1].seq_id == short
+    run.drain()
+    run.check()
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+    run = Run(enable_chunked_prefill=False, max_num_batched_tokens=40)
+    run.add(list(range(30)), max_tokens=2)
+    run.add(list(range(30, 50)), max_tokens=2)
+    run.drain()
+    run.check()
+    assert [plan.num_tokens for plan in run.plans] == [30, 21, 1]
+
+
+def test_priority_goes_before_arrival() -> None:
+    run = Run(max_num_seqs=1)
+    ids = [run.add([i], priority=p, max_tokens=1)[0] for i, p in enumerate([5, 0, 5, -1])]
+    run.drain()
+    order = [plan.slices[0].seq_id for plan in run.plans]
+    assert order == [ids[3], ids[1], ids[0], ids[2]]
+
+
+def test_a_seat_is_kept_for_every_fork() -> None:
+    run = Run(max_num_seqs=4)
+    run.add([1, 2, 3], n=3, max_tokens=3)
+    run.add([4, 5], n=2, max_tokens=1)
+    run.step()
+    assert run.scheduler.num_running == 3
+    assert run.scheduler.num_waiting == 1
+    run.drain()
+    run.check()
+
+
+def test_n_sequences_share_the_prompt_and_copy_only_the_last_block() -> None:
+    run = Run(max_num_seqs=8)
+    ids = run.add(list(range(10)), n=4, max_tokens=2, seed=3)
+    run.step()
+    assert run.executor.computed_tokens == 10
+    assert run.blocks.num_used_blocks == 3
+    run.step()
+    assert run.executor.copies == 3  # the last writer keeps the original
+    run.drain()
+    run.check()
+    assert len({tuple(run.tokens[i]) for i in ids}) > 1
+
+
+def test_a_common_prefix_is_computed_once() -> None:
+    run = Run()
+    run.add([*range(12), 40], max_tokens=1)
+    run.drain()
+    run.add([*range(12), 41], max_tokens=1)
+    run.drain()
+    run.check()
+    assert run.executor.computed_tokens == 13 + 1
+    assert run.scheduler.counters.prefix_hits == 12
+    assert run.scheduler.counters.cached_prompt_tokens == 12
+
+
+def test_the_newest_is_preempted_and_two_do_not_thrash() -> None:
+    run = Run(num_blocks=12, max_num_seqs=2)
+    first, second = run.add([1] * 10, max_tokens=30)[0], run.add([2] * 10, max_tokens=30)[0]
+    run.drain()
+    run.check()
+    assert run.scheduler.counters.preemptions == 1
+    preempting = next(plan for plan in run.plans if second in plan.finished)
+    assert [piece.seq_id for piece in preempting.slices] == [first]
+
+
+def test_lower_priority_is_preempted_first_even_if_older() -> None:
+    run = Run(num_blocks=12, max_num_seqs=2)
+    old, urgent = run.add([1] * 10, priority=1, max_tokens=30)[0], run.add([2] * 10, max_tokens=30)[0]
+    run.drain()
+    run.check()
+    preempting = next(plan for plan in run.plans if plan.finished)
+    assert preempting.finished == (old,)
+    assert [piece.seq_id for piece in preempting.slices] == [urgent]
+
+
+def test_stop_tokens_and_eos_end_a_sequence_and_ignore_eos_does_not() -> None:
+    plain = Run()
+    (seq_id,) = plain.add([1, 2, 3], max_tokens=20, seed=1)
+    plain.drain()
+    eos = plain.tokens[seq_id][4]
+    position = plain.tokens[seq_id].index(eos)
+    run = Run(eos=(eos,))
+    stopped = run.add([1, 2, 3], max_tokens=20, seed=1)[0]
+    by_id = run.add([1, 2, 3], max_tokens=20, seed=1, ignore_eos=True, stop_token_ids=(eos,))[0]
+    ignored = run.add([1, 2, 3], max_tokens=20, seed=1, ignore_eos=True)[0]
+    run.drain()
+    for ended in (stopped, by_id):
+        assert run.tokens[ended] == plain.tokens[seq_id][: position + 1]
+        assert run.reasons[ended] == "stop"
+    assert run.tokens[ignored] == plain.tokens[seq_id]
+
+
+def test_what_can_never_run_is_refused() -> None:
+    run = Run(max_num_seqs=4)
+    with pytest.raises(PromptTooLong, match=r"40 tokens; max_model_len is 40, so at most 39"):
+        run.add([1] * 40)
+    with pytest.raises(InvalidArgument, match="empty"):
+        run.add([])
+    with pytest.raises(InvalidArgument, match=r"'n' is 5; .* at most 4"):
+        run.add([1], n=5)
+    assert not run.scheduler.has_work
+
+
+def test_a_prompt_that_fills_the_model_gets_one_token() -> None:
+    run = Run(num_blocks=10)
+    (seq_id,) = run.add([1] * 39, max_tokens=5)
+    run.drain()
+    run.check()
+    assert len(run.tokens[seq_id]) == 1
+    assert run.reasons[seq_id] == "length"
+
+
+def test_update_ignores_a_sequence_that_was_aborted_while_its_step_was_in_flight() -> None:
+    run = Run()
+    gone = run.add([1, 2, 3], n=2, max_tokens=5)
+    stays = run.add([4, 5, 6], max_tokens=5)[0]
+    plan = run.scheduler.schedule()
+    assert plan is not None
+    run.executor.submit(plan)
+    run.scheduler.finish(*gone)
+    run.update(plan, run.executor.collect())
+    run.drain()
+    run.check(stays)
+    assert all(run.tokens[seq_id] == [] for seq_id in gone)
+
+
+def test_a_row_with_an_error_ends_alone() -> None:
+    run = Run()
+    bad, good = run.add([1, 2], max_tokens=3)[0], run.add([3, 4], max_tokens=3)[0]
+    plan = run.scheduler.schedule()
+    assert plan is not None
+    results = (SequenceResult(bad, error="NaN"), SequenceResult(good, (7,)))
+    outputs = run.scheduler.update(plan, StepResult(plan.step_id, results))
+    assert [(out.seq_id, out.error) for out in outputs] == [(bad, "NaN"), (good, None)]
+    run.scheduler.check_integrity()
+    assert run.scheduler.num_running == 1
+
+
+def test_several_tokens_in_one_result_are_cut_at_the_end_of_the_sequence() -> None:
+    run = Run(eos=(9,))
+    (seq_id,) = run.add([1, 2], max_tokens=10)
+    plan = run.scheduler.schedule()
+    assert plan is not None
+    (out,) = run.scheduler.update(plan, StepResult(1, (SequenceResult(seq_id, (5, 9, 6)),)))
+    assert (out.token_ids, out.finish_reason, out.stopped_by_token) == ((5, 9), "stop", True)
+    assert not run.scheduler.has_work
+
+
+class Machine(RuleBasedStateMachine):
+    """Random programs of arrivals, steps, aborts and failing steps."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 8]),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.sampled_from([0, 1, 3, 10, 60]),
+        spare_blocks=st.sampled_from([0, 1, 4, 30]),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        spare_blocks: int,
+        caching: bool,
+        chunked: bool,
+    ) -> None:
+        length = 24
+        self.run = Run(
+            num_blocks=-(-length // block_size) + spare_blocks,
+            block_size=block_size,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget + (0 if chunked else length),
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+        )
+        self.requests: list[list[int]] = []
+        self.aborted: set[int] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=23),
+        n=st.integers(1, 4),
+        max_tokens=st.integers(1, 24),
+        priority=st.integers(-1, 1),
+        stop=st.sampled_from([(), (3,), (3, 17)]),
+    )
+    def add(self, prompt: list[int], n: int, max_tokens: int, priority: int, stop: tuple[int, ...]) -> None:
+        n = min(n, self.run.config.max_num_seqs)
+        ids = self.run.add(prompt, priority, n=n, max_tokens=max_tokens, stop_token_ids=stop)
+        self.requests.append(ids)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        ids = data.draw(st.sampled_from(self.requests))
+        plan = self.run.scheduler.schedule() if in_flight else None
+        if plan:
+            self.run.executor.submit(plan)
+        self.run.scheduler.finish(*ids)
+        self.aborted.update(ids)
+        if plan:
+            self.run.update(plan, self.run.executor.collect())
+
+    @rule()
+    def fail_a_step(self) -> None:
+        """As the engine does it: the requests in a failed step end, the others go on."""
+        plan = self.run.scheduler.schedule()
+        if plan is None:
+            return
+        self.run.executor.fail_next = True
+        with pytest.raises(Exception, match="made to fail"):
+            self.run.executor.submit(plan)
+        lost = {piece.seq_id for piece in plan.slices}
+        for ids in self.requests:
+            if lost.intersection(ids):
+                self.run.scheduler.finish(*ids)
+                self.aborted.update(ids)
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "run"):
+            self.run.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        self.run.drain()
+        for seq_id, expected in self.run.expected.items():
+            tokens = self.run.tokens[seq_id]
+            assert tokens == expected[: len(tokens)]
+            assert len(tokens) == len(expected) or seq_id in self.aborted
+            assert all(0 <= token < VOCAB for token in tokens)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
