@@ -200,3 +200,7 @@ class TextDelta:
     num_prompt_tokens: int = 0
     error: OctavoError | None = None
     request_finished: bool = False
+
+
+# Where a request's deltas go. Called on the engine's thread: it must neither block nor raise.
+Sink = Callable[[TextDelta], None]

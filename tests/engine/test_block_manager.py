@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from octavo.engine.block_manager import Allocation, BlockManager
 from octavo.engine.sequence import Sequence
 from octavo.protocol import RowSampling

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from octavo.config import EngineConfig
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import InvalidArgument, PromptTooLong
 from octavo.protocol import SequenceResult, StepPlan, StepResult
 from octavo.request import Request, SamplingParams
-
 from simulated import VOCAB, SimulatedExecutor, expected_tokens
 
 
@@ -98,7 +98,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
     for _ in range(4):
         plan = run.step()
         assert plan is not None
-        assert [(piece.seq_id == short, piece.length) for piece in plan.slices][0] == (True, 1)
+        assert (plan.slices[0].seq_id, plan.slices[0].length) == (short, 1)
         assert plan.num_tokens == 8
     run.drain()
     run.check()

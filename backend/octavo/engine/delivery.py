@@ -4,7 +4,7 @@ Owned by the engine, on the engine's thread. A delta carries exactly the tokens 
 text, token ids, log-probabilities and counts agree even while a stop string is held back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.detokenizer import Detokenizer
@@ -12,7 +12,7 @@ from octavo.engine.scheduler import SequenceOutput
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import OctavoError
 from octavo.protocol import TokenLogprobs
-from octavo.request import FinishReason, Logprob, Request, TextDelta
+from octavo.request import FinishReason, Logprob, Request, Sink, TextDelta
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Delivery:
     def __init__(
         self,
         request: Request,
-        sink: Callable[[TextDelta], None],
+        sink: Sink,
         tokenizer: Tokenizer,
         seq_ids: Sequence[int],
     ) -> None:

@@ -7,7 +7,7 @@ into text. One thread at a time may call `add`, `abort` and `step`: the loop's t
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -21,13 +21,11 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import Cancelled, InvalidArgument, OctavoError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.protocol import StepPlan
-from octavo.request import Request, SamplingParams, TextDelta
+from octavo.request import Request, SamplingParams, Sink
 from octavo.weights.loader import Checkpoint, open_checkpoint
 from octavo.worker.executor import LocalExecutor
 
 log = logging.getLogger("octavo")
-
-Sink = Callable[[TextDelta], None]
 
 
 class Engine:

@@ -11,10 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from octavo.engine.engine import Engine, Sink
 from octavo.errors import OctavoError, Unavailable
-from octavo.request import Request, TextDelta
+from octavo.request import Request, Sink, TextDelta
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
 
 log = logging.getLogger("octavo")
 
@@ -24,7 +27,7 @@ _POLL_S = 1.0  # how long an idle engine thread sleeps at most; the inbox wakes 
 class EngineLoop:
     """Call `start` once, `stop` once; `submit` and `abort` from any thread in between."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
