@@ -184,12 +184,10 @@ class Scheduler:
     def finish(self, *seq_ids: int) -> None:
         """Ends sequences and frees their blocks; ids that are gone already are fine.
 
-        Unborn children live on their parent, so they end with it.
+        A parent and its unborn children end together: nobody else would ever schedule them.
         """
         gone = [seq for seq_id in seq_ids if (seq := self._live.pop(seq_id, None)) is not None]
-        for seq in gone:
-            for child in seq.children:
-                self._live.pop(child.id, None)
+        assert not any(child.id in self._live for seq in gone for child in seq.children)
         if any(seq.block_table for seq in gone):
             self._running = [seq for seq in self._running if seq.id in self._live]
         if not all(seq.block_table for seq in gone):

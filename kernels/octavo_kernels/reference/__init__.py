@@ -1,1 +1,13 @@
 """Plain torch twins of every kernel: the definition of right."""
+
+from octavo_kernels.reference import (
+    activation,
+    kv_store,
+    paged_attention,
+    plan,
+    rms_norm,
+    rope,
+    sampling,
+)
+
+__all__ = ["activation", "kv_store", "paged_attention", "plan", "rms_norm", "rope", "sampling"]
