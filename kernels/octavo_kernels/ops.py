@@ -1,0 +1,171 @@
+"""The kernels' public face: what each computes, on which shapes and types.
+
+T tokens of S sequences in a batch (a sequence's tokens are consecutive), Hq query heads, Hkv KV heads, D
+head size, N KV blocks of B slots, V vocabulary, R rows to sample. Floating-point tensors of a call are of one
+type, float32, bfloat16 or float16, unless said otherwise; sums and softmaxes are in float32. Tensors are
+contiguous unless said otherwise, and on one device; the torch reference serves every device.
+
+Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo_kernels import reference
+from octavo_kernels.reference.plan import BatchPlan, KVLayout
+
+__all__ = [
+    "BatchPlan",
+    "KVLayout",
+    "add_rms_norm",
+    "best_token",
+    "kv_store",
+    "paged_attention",
+    "plan_batch",
+    "rms_norm",
+    "rope",
+    "sample",
+    "silu_and_mul",
+    "token_logprobs",
+]
+
+HostInts = NDArray[np.integer[Any]]
+
+
+def plan_batch(
+    layout: KVLayout,
+    block_tables: HostInts,
+    context_lens: HostInts,
+    query_start: HostInts,
+    slot_mapping: HostInts,
+) -> BatchPlan:
+    """Works out, once a step, what `kv_store` and `paged_attention` would else work out in every layer.
+
+    Takes the same integers as those two, but on the host; what the plan holds lies on the layout's device.
+    """
+    wide = (np.asarray(a, np.int64) for a in (block_tables, context_lens, query_start, slot_mapping))
+    return reference.plan.plan_batch(layout, *wide)
+
+
+def kv_store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    plan: BatchPlan | None = None,
+) -> None:
+    """Writes the batch's keys and values into the cache, in place.
+
+    `k`, `v` [T, Hkv, D], any strides; `k_cache`, `v_cache` [N, Hkv, B, D]; `slot_mapping` [T] int64: token t
+    goes to slot `slot_mapping[t] % B` of block `slot_mapping[t] // B`. No slot comes twice.
+    """
+    if plan is None:
+        layout = KVLayout(k_cache.shape[1], k_cache.shape[2], None, k.device)
+        rows = reference.plan.slot_rows(layout, np.asarray(slot_mapping.cpu(), np.int64))
+    else:
+        rows = plan.slot_rows
+    reference.kv_store.kv_store(k, v, k_cache, v_cache, rows)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    plan: BatchPlan | None = None,
+) -> Tensor:
+    """Causal attention of the batch's queries over each sequence's keys in the cache (PagedAttention,
+    arXiv 2309.06180). The batch's own keys must already be stored. Returns [T, Hq, D].
+
+    - `q` [T, Hq, D], any strides; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) use KV head h
+    - `k_cache`, `v_cache` [N, Hkv, B, D]
+    - `block_tables` [S, M] int32: position p of sequence s lies in block `block_tables[s, p // B]`, slot
+      `p % B`. Entries that no position needs are ignored, and so is what lies in slots no query sees.
+    - `context_lens` [S] int32: tokens of each sequence, the batch's own included
+    - `query_start` [S + 1] int32: sequence s owns rows [query_start[s], query_start[s + 1]) of q, at least
+      one, which are its last tokens
+    - `window`: a query sees itself and the `window - 1` tokens before it; None is all of them
+    - `soft_cap`: a score x becomes `soft_cap * tanh(x * scale / soft_cap)` (Gemma 2); None leaves it
+    - `plan`: of the same integers and the same window; without one it is made here, which on a GPU waits for
+      the device
+    """
+    if plan is None:
+        layout = KVLayout(k_cache.shape[1], k_cache.shape[2], window, q.device)
+        tables, lens, starts = (a.cpu().numpy() for a in (block_tables, context_lens, query_start))
+        plan = plan_batch(layout, tables, lens, starts, np.empty(0, np.int64))
+    assert plan.layout.window == window
+    return reference.paged_attention.paged_attention(q, k_cache, v_cache, plan, scale, soft_cap)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (arXiv 1910.07467).
+
+    `x` [T, H]; `weight` [H]. Returns [T, H].
+    """
+    return reference.rms_norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum `x + residual`, and its norm as `rms_norm` defines it: returns (norm, sum), each [T, H].
+
+    `x`, `residual` [T, H]; `weight` [H].
+    """
+    return reference.rms_norm.add_rms_norm(x, residual, weight, eps)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + D / 2) of each head by the token's angles (RoFormer, arXiv 2104.09864).
+
+    `x` [T, heads, D], any strides; `cos`, `sin` [T, D] float32: both halves of a row hold the D / 2 angles,
+    with the first half of `sin` negated, so the result is `x * cos + (x rotated by D / 2) * sin`.
+    Returns [T, heads, D], computed in float32.
+    """
+    return reference.rope.rope(x, cos, sin)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). `gate_up` [T, 2 I], gate first. Returns [T, I]."""
+    return reference.activation.silu_and_mul(gate_up)
+
+
+def best_token(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable token of each row, the first of equals, and its logit.
+
+    `logits` [R, V]. Returns ids [R] int64 and logits [R] float32; the logit is a NaN when any of its row is.
+    """
+    return reference.sampling.best_token(logits)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
+    """Draws a token for each row from softmax(logits / temperature), cut down in vLLM's order: min-p keeps
+    what is at least `min_p` times as probable as the best, then top-k the `top_k` best, then top-p the
+    smallest set of the best with a share of at least `top_p` of what is left (the best is always kept).
+
+    `logits` [R, V], each row's largest finite; `temperature` [R] float32, above 0; `top_k` [R] int64, 0 is
+    off; `top_p` [R] float32, 1 is off; `min_p` [R] float32, 0 is off; `uniforms` [R] float64 in [0, 1), the
+    row's only randomness. Returns ids [R] int64. A row's result does not depend on the other rows.
+    """
+    return reference.sampling.sample(logits, temperature, top_k, top_p, min_p, uniforms)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_best: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities under softmax(logits) of one token a row, and of the `num_best` best.
+
+    `logits` [R, V]; `token_ids` [R] int64. Returns the token's log-probability [R] float32 and rank [R]; ids
+    [R, num_best] int64, log-probabilities and ranks of the best in falling order. The rank is one more than
+    the number of tokens that are more probable, so that equals share one.
+    """
+    return reference.sampling.token_logprobs(logits, token_ids, num_best)
