@@ -1,0 +1,66 @@
+"""How a linear layer stores and multiplies its weight.
+
+A `Scheme` makes a `Weight` for every linear layer; the layer knows nothing else of number formats. The
+checkpoint's tensors go straight into the views that `Weight.destinations` hands out; `finish_loading` then
+turns what was loaded into what is multiplied.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.quant import packing
+
+
+class Weight(Protocol):
+    """One linear layer's weight, of `out_features` rows and `in_features` columns."""
+
+    def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint must fill for some of the rows: its name within the layer ("weight") and a view,
+        in the layout the checkpoint has it in. Only before `finish_loading`."""
+
+    def finish_loading(self) -> None:
+        """Called once, when all destinations are filled."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`. `x` [T, in_features]; `bias` [out_features]. Returns [T, out_features]."""
+
+
+class Scheme(Protocol):
+    def make_weight(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> Weight:
+        """An unfilled weight. `dtype` is the activations'."""
+
+
+class DenseWeight:
+    """Every number of it, in the activations' type; on a CPU packed for the matrix product, if it can be."""
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._is_packed = False
+
+    def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:
+        assert not self._is_packed
+        yield "weight", self._weight[first_row : first_row + num_rows]
+
+    def finish_loading(self) -> None:
+        if packing.can_pack(self._weight):
+            self._weight, self._is_packed = packing.pack(self._weight), True
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._is_packed:
+            return packing.multiply(x, self._weight, bias)
+        return F.linear(x, self._weight, bias)
+
+
+class Unquantised:
+    """The scheme of a checkpoint without quantisation (or one that its reader undoes, as with GGUF)."""
+
+    def make_weight(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> Weight:
+        return DenseWeight(out_features, in_features, dtype, device)

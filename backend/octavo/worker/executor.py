@@ -1,0 +1,122 @@
+"""The in-process executor: step plans in, step results out. The only thing of the worker the engine sees."""
+
+import time
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, StepFailed
+from octavo.models.model_config import ModelConfig
+from octavo.models.registry import build_model
+from octavo.protocol import SequenceResult, StepPlan, StepResult
+from octavo.weights.loader import Checkpoint, load_weights
+from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
+from octavo.worker.model_input import Step, build_step
+from octavo.worker.model_runner import ModelRunner, run_largest_step
+from octavo.worker.rows import Rows
+from octavo.worker.sampler import Samples, sample
+
+_UNUSABLE = "the model gave no usable probabilities for this sequence's next token (a NaN, or none allowed)"
+
+
+class LocalExecutor:
+    """Loads the model, sizes the cache, and runs steps on the calling thread. Implements `Executor`.
+
+    After a step that failed it goes on: the scheduler drops the step's sequences with its next plan.
+    """
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig) -> None:
+        """`config` is complete (`for_model`). Sets torch's thread count, which is the process's.
+
+        Raises `ConfigError` (no such device, or a cache too small for one sequence) and `WeightsError`.
+        """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
+        model = build_model(model_config, dtype, device)
+        load_weights(model.weight_map(), checkpoint)
+        model.finish_loading()
+
+        def cache_of(num_blocks: int) -> KVCache:
+            return KVCache(model_config, num_blocks, config.block_size, dtype, device)
+
+        def profile() -> None:
+            with torch.inference_mode():
+                run_largest_step(model, cache_of, config)
+
+        self.block_bytes = block_bytes(model_config, config.block_size, dtype)
+        size = cache_size(config, self.block_bytes, device, profile)
+        self.num_blocks = size.num_blocks
+        self.kv_limit = size.limit
+        cache = cache_of(size.num_blocks)
+        self._layouts = cache.layouts
+        self._runner = ModelRunner(model, cache)
+        self._rows = Rows()
+        self._outcome: StepResult | StepFailed | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        """Runs the step; what comes of it, a failure too, is for `collect`."""
+        assert self._outcome is None, "a step is in flight already"
+        try:
+            with torch.inference_mode():
+                self._outcome = self._run(plan)
+        except Exception as error:
+            failure = StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._outcome = failure
+
+    def collect(self) -> StepResult:
+        outcome, self._outcome = self._outcome, None
+        assert outcome is not None, "no step was submitted"
+        if isinstance(outcome, StepFailed):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """Lets go of the model and the cache."""
+        del self._runner, self._rows
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        begin = time.perf_counter()
+        self._rows.apply(plan)
+        self._runner.copy_blocks(plan.copies)
+        step = build_step(self._rows, plan, self._layouts)
+        logits = self._runner.run(step.inputs)
+        forward_end = time.perf_counter()
+        samples = sample(logits, self._rows.sample_batch(step.row_to_sequence))
+        usable = samples.usable
+        self._rows.append(step.row_to_sequence[usable], samples.token_ids[usable])
+        results = _results(step, samples)
+        return StepResult(plan.step_id, results, forward_end - begin, time.perf_counter() - forward_end)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one. Raises `ConfigError` when a GPU is asked for and there is none."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("'device' is 'cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def resolve_dtype(name: str, published: str, device: torch.device) -> torch.dtype:
+    """`auto` is the type the weights were published in, but never float16 on a CPU: CPUs have fast bfloat16
+    products, and float16 ones only in software."""
+    if name == "auto":
+        name = "bfloat16" if published == "float16" and device.type == "cpu" else published
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _results(step: Step, samples: Samples) -> tuple[SequenceResult, ...]:
+    results = []
+    for index, (seq_id, token_id, usable) in enumerate(
+        zip(step.seq_ids, samples.token_ids.tolist(), samples.usable.tolist(), strict=True)
+    ):
+        if usable:
+            logprobs = samples.logprobs.get(index)
+            results.append(SequenceResult(seq_id, (token_id,), () if logprobs is None else (logprobs,)))
+        else:
+            results.append(SequenceResult(seq_id, error=_UNUSABLE))
+    return tuple(results)

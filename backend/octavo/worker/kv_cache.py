@@ -1,0 +1,125 @@
+"""The KV cache: how many blocks there are, and the tensors that hold them.
+
+Block ids are the scheduler's; here they are the first axis of every layer's tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.layers.inputs import LayerCache
+from octavo.models.model_config import ModelConfig
+from octavo.worker.memory import available_bytes, gibibytes
+from octavo_kernels import ops
+
+_CPU_SHARE = 4  # of the memory that is free, one part in so many
+_CPU_MOST_BYTES = 4 * 2**30
+
+
+class KVCache:
+    """K and V of all layers for N blocks, in one tensor [layers, 2, N, Hkv, B, D].
+
+    Not cleared: attention ignores slots that were never written, and memory that is never touched is never
+    taken from the system.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
+        self._data = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data]
+        self.layouts = (ops.KVLayout(config.num_kv_heads, block_size, None, device),)  # by KV group
+
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies whole blocks. Every source is read before any destination is written."""
+        index = torch.tensor((sources, destinations), device=self._data.device)
+        self._data.index_copy_(2, index[1], self._data.index_select(2, index[0]))
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """What one block takes in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    num_blocks: int
+    limit: str  # which limit bound, for people
+
+
+def cache_size(
+    config: EngineConfig,
+    bytes_per_block: int,
+    device: torch.device,
+    profile: Callable[[], None],
+    *,
+    cuda: "CudaMemory | None" = None,
+    available: Callable[[], int] = available_bytes,
+) -> CacheSize:
+    """How many blocks there are to be, when the weights are in place already.
+
+    `profile` runs the largest step there can be; on a GPU what it takes is left free. Raises `ConfigError`
+    when one sequence of `max_model_len` does not fit.
+    """
+    assert config.max_model_len is not None
+    blocks_per_sequence = -(-config.max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        limit = f"num_gpu_blocks_override = {num_blocks}"
+        hint = f"raise num_gpu_blocks_override to {blocks_per_sequence}"
+    else:
+        least_bytes = blocks_per_sequence * bytes_per_block
+        hint = f"set kv_cache_memory_bytes to {least_bytes} ({gibibytes(least_bytes)})"
+        if config.kv_cache_memory_bytes is not None:
+            budget_bytes = config.kv_cache_memory_bytes
+            limit = f"kv_cache_memory_bytes = {gibibytes(budget_bytes)}"
+        elif device.type == "cuda":
+            budget_bytes = _gpu_budget(config.gpu_memory_utilization, device, profile, cuda or torch.cuda)
+            limit = f"gpu_memory_utilization = {config.gpu_memory_utilization} ({gibibytes(budget_bytes)})"
+            hint = "raise gpu_memory_utilization"
+        else:
+            budget_bytes = min(available() // _CPU_SHARE, _CPU_MOST_BYTES)
+            limit = f"a quarter of the free memory = {gibibytes(budget_bytes)}"
+            if budget_bytes == _CPU_MOST_BYTES:
+                limit = f"the default of at most {gibibytes(budget_bytes)} on a CPU"
+        num_blocks = budget_bytes // bytes_per_block
+        useful = config.max_num_seqs * blocks_per_sequence
+        if num_blocks > useful:
+            num_blocks = useful
+            limit = f"max_num_seqs x max_model_len = {config.max_num_seqs} x {config.max_model_len} tokens"
+    if num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"the KV cache would hold {max(num_blocks, 0) * config.block_size} tokens ({limit}), less than "
+            f"one sequence of 'max_model_len' ({config.max_model_len}); {hint}, or lower max_model_len"
+        )
+    return CacheSize(num_blocks, limit)
+
+
+class CudaMemory(Protocol):
+    """The part of `torch.cuda` that a memory profile needs."""
+
+    def empty_cache(self) -> None: ...
+    def reset_peak_memory_stats(self, device: torch.device, /) -> None: ...
+    def max_memory_allocated(self, device: torch.device, /) -> int: ...
+    def memory_reserved(self, device: torch.device, /) -> int: ...
+    def mem_get_info(self, device: torch.device, /) -> tuple[int, int]: ...
+
+
+def _gpu_budget(
+    utilization: float, device: torch.device, profile: Callable[[], None], cuda: CudaMemory
+) -> int:
+    """Bytes that are left of the share of the GPU we may use, beside weights, the largest step, and what
+    others (and the CUDA context) hold."""
+    cuda.empty_cache()
+    cuda.reset_peak_memory_stats(device)
+    profile()
+    peak_bytes = cuda.max_memory_allocated(device)
+    cuda.empty_cache()
+    free_bytes, total_bytes = cuda.mem_get_info(device)
+    others_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)
+    return int(total_bytes * utilization) - peak_bytes - others_bytes

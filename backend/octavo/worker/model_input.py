@@ -1,0 +1,68 @@
+"""From a step plan and the worker's rows to the tensors of one forward, without a loop over tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.layers.inputs import AttentionInput, ModelInput
+from octavo.protocol import StepPlan
+from octavo.worker.rows import Rows
+from octavo_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward's tensors, and whom its R rows of logits are for: several may be for one row of logits."""
+
+    inputs: ModelInput
+    seq_ids: tuple[int, ...]  # [R]
+    row_to_sequence: NDArray[np.int64]  # [R] the worker's row that samples from it; all different
+
+
+def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> Step:
+    """The plan must have been applied to the rows. `layouts`: the KV cache's, by KV group."""
+    slices = plan.slices
+    device, block_size = layouts[0].device, layouts[0].block_size
+    count = len(slices)
+    owners = rows.of([piece.seq_id for piece in slices])  # [S]
+    starts = np.fromiter((piece.start for piece in slices), np.int64, count)
+    lengths = np.fromiter((piece.length for piece in slices), np.int64, count)
+    context_lens = starts + lengths
+    query_start = np.zeros(count + 1, np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+
+    token_owners = np.repeat(owners, lengths)  # [T]
+    positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], lengths)
+    blocks, offsets = np.divmod(positions, block_size)
+    slot_mapping = rows.block_tables[token_owners, blocks].astype(np.int64) * block_size + offsets
+    widest = -(-int(context_lens.max()) // block_size)
+    block_tables = rows.block_tables[owners, :widest]
+
+    seq_ids = tuple(seq_id for piece in slices for seq_id in piece.samples)
+    per_slice = np.fromiter((len(piece.samples) for piece in slices), np.int64, count)
+    sampled = rows.of(seq_ids)
+    assert (rows.num_tokens[owners] == context_lens)[per_slice > 0].all(), "sampling before the last token"
+
+    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    attention = tuple(
+        AttentionInput(
+            slot_mapping=tensor(slot_mapping),
+            query_start=tensor(query_start.astype(np.int32)),
+            context_lens=tensor(context_lens.astype(np.int32)),
+            block_tables=tensor(block_tables),
+            plan=ops.plan_batch(layout, block_tables, context_lens, query_start, slot_mapping),
+        )
+        for layout in layouts
+    )
+    inputs = ModelInput(
+        input_ids=tensor(rows.token_ids[token_owners, positions].astype(np.int64)),
+        positions=tensor(positions),
+        attention=attention,
+        sample_rows=tensor(np.repeat(query_start[1:] - 1, per_slice)),
+    )
+    return Step(inputs, seq_ids, sampled)

@@ -1,0 +1,130 @@
+"""Logits to tokens, for all sequences of a step at once.
+
+A draw is determined by the sequence's seed and the position of the new token, by a counter-based hash. So a
+seeded sample is the same whatever else is in the batch, after a preemption, and after a restart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.protocol import RowSampling, TokenLogprobs
+from octavo_kernels import ops
+
+# One sequence's sampling parameters, as the columns of an array.
+SETTINGS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.uint64),
+        ("min_tokens", np.int64),
+        ("wants_logprobs", np.bool_),
+        ("num_logprobs", np.int64),
+    ]
+)
+
+
+def settings_of(sampling: RowSampling) -> tuple[float | int | bool, ...]:
+    """A value of `SETTINGS`."""
+    return (
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed % 2**64,
+        sampling.min_tokens,
+        sampling.num_logprobs is not None,
+        sampling.num_logprobs or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """Whom R rows of logits are for."""
+
+    settings: NDArray[np.void]  # [R] of SETTINGS
+    positions: NDArray[np.int64]  # [R] of the token to be sampled, in its sequence
+    forbidden: Mapping[int, tuple[int, ...]]  # by index in [0, R): tokens that cannot be sampled yet
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    token_ids: NDArray[np.int64]  # [R]; meaningless where `usable` is false
+    usable: NDArray[np.bool_]  # [R] false where no token could be chosen: a NaN, or nothing left
+    logprobs: Mapping[int, TokenLogprobs]  # by index, for the usable rows that asked
+
+
+def sample(logits: Tensor, batch: SampleBatch) -> Samples:
+    """`logits` [R, V] are not changed. Greedy rows cost one argmax; only random ones are ever sorted."""
+    settings = batch.settings
+    if not len(settings):
+        return Samples(np.empty(0, np.int64), np.empty(0, np.bool_), {})
+    allowed = _without(logits, batch.forbidden)
+    greedy_ids, best = ops.best_token(allowed)
+    token_ids = greedy_ids.cpu().numpy()
+    usable = np.isfinite(best.cpu().numpy())
+    random = np.flatnonzero((settings["temperature"] > 0) & usable)
+    if len(random):
+        drawn = _draw(_rows(allowed, random), settings[random], batch.positions[random])
+        token_ids[random] = drawn.cpu().numpy()
+    wanted = np.flatnonzero(settings["wants_logprobs"] & usable)
+    if not len(wanted):
+        return Samples(token_ids, usable, {})
+    return Samples(token_ids, usable, _logprobs(logits, wanted, token_ids, settings["num_logprobs"]))
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each pair: two rounds of SplitMix64 (Steele et al., OOPSLA 2014), 53 bits."""
+    mixed = _mix(_mix(seeds) + positions.astype(np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _without(logits: Tensor, forbidden: Mapping[int, tuple[int, ...]]) -> Tensor:
+    if not forbidden:
+        return logits
+    vocab_size = logits.shape[-1]
+    pairs = [(row, token) for row, tokens in forbidden.items() for token in tokens if token < vocab_size]
+    rows, columns = torch.tensor(pairs, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(1)
+    return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
+
+
+def _rows(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """Some rows, without a copy when they are all of them."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def _draw(logits: Tensor, settings: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
+    columns = [settings[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")]
+    columns.append(uniforms(settings["seed"], positions))
+    return ops.sample(logits, *(torch.from_numpy(column).to(logits.device) for column in columns))
+
+
+def _logprobs(
+    logits: Tensor, wanted: NDArray[np.int64], token_ids: NDArray[np.int64], counts: NDArray[np.int64]
+) -> dict[int, TokenLogprobs]:
+    """Of the untouched distribution, before temperature and the rest."""
+    chosen_ids = token_ids[wanted]
+    most = min(int(counts[wanted].max()), logits.shape[-1])
+    results = ops.token_logprobs(_rows(logits, wanted), torch.from_numpy(chosen_ids).to(logits.device), most)
+    columns = [result.cpu().tolist() for result in results]
+    logprobs = {}
+    for index, chosen, logprob, rank, ids, values, ranks in zip(
+        wanted.tolist(), chosen_ids.tolist(), *columns, strict=True
+    ):
+        best = list(zip(ids, values, ranks, strict=True))[: counts[index]]
+        entries = [(chosen, logprob, rank), *(entry for entry in best if entry[0] != chosen)]
+        logprobs[index] = TokenLogprobs(*(tuple(column) for column in zip(*entries, strict=True)))
+    return logprobs
