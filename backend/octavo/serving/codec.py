@@ -1,0 +1,264 @@
+"""The tensors of Octavo's Triton model: one table, and the way from tensors to a call.
+
+Pure: plain mappings of name to numpy array come in, so neither Triton nor an engine is needed to test it.
+`INPUTS` and `OUTPUTS` are the contract, a superset of that of Triton's vLLM backend. The way back, from text
+deltas to tensors, is `reply`. Used by `tritonserver` (sizes, table) and `intake` (parsing).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import InvalidArgument
+from octavo.request import SamplingParams
+from octavo.serving import strict_json
+
+Tensors = Mapping[str, NDArray[Any]]
+
+MAX_PROMPT_BYTES = 8 << 20
+MAX_JSON_BYTES = 1 << 20
+MAX_ID_BYTES = 4 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One row of the table. `length` is the only dimension, -1 for any; `max_bytes` bounds an input."""
+
+    name: str
+    data_type: Literal["BOOL", "INT32", "UINT32", "FP32", "STRING"]
+    length: Literal[1, -1]
+    max_bytes: int = 1
+    supported: bool = True  # False: stands here so that the server lets it through to a readable error
+
+    def config(self) -> dict[str, Any]:
+        """The entry of Triton's model configuration."""
+        return {"name": self.name, "data_type": f"TYPE_{self.data_type}", "dims": [self.length]}
+
+
+INPUTS = (
+    TensorSpec("text_input", "STRING", 1, MAX_PROMPT_BYTES),
+    TensorSpec("image", "STRING", -1, MAX_PROMPT_BYTES, supported=False),
+    TensorSpec("stream", "BOOL", 1),
+    TensorSpec("sampling_parameters", "STRING", 1, MAX_JSON_BYTES),
+    TensorSpec("exclude_input_in_output", "BOOL", 1),
+    TensorSpec("return_finish_reason", "BOOL", 1),
+    TensorSpec("return_cumulative_logprob", "BOOL", 1),
+    TensorSpec("return_logprobs", "BOOL", 1),
+    TensorSpec("return_num_input_tokens", "BOOL", 1),
+    TensorSpec("return_num_output_tokens", "BOOL", 1),
+    TensorSpec("embedding_request", "STRING", 1, MAX_JSON_BYTES, supported=False),
+    TensorSpec("input_ids", "INT32", -1, MAX_PROMPT_BYTES),
+    TensorSpec("messages", "STRING", 1, MAX_PROMPT_BYTES),
+    TensorSpec("return_token_ids", "BOOL", 1),
+    TensorSpec("cancel_request_id", "STRING", 1, MAX_ID_BYTES),
+)
+OUTPUTS = (
+    TensorSpec("text_output", "STRING", -1),
+    TensorSpec("finish_reason", "STRING", -1),
+    TensorSpec("cumulative_logprob", "FP32", -1),
+    TensorSpec("logprobs", "STRING", -1),
+    TensorSpec("num_input_tokens", "UINT32", 1),
+    TensorSpec("num_output_tokens", "UINT32", -1),
+    TensorSpec("token_ids", "INT32", -1),
+)
+_INPUTS = {spec.name: spec for spec in INPUTS}
+_PROMPTS = ("text_input", "input_ids", "messages")
+
+# Request parameters that Triton's own protocols and clients put there; they are none of ours.
+_RESERVED = frozenset(
+    "id priority timeout sequence_id sequence_start sequence_end headers binary_data_size binary_data_output "
+    "binary_data shared_memory_region shared_memory_byte_size shared_memory_offset classification".split()
+)
+_RESERVED_PREFIX = "triton_"
+_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, for the model's own chat template. Every message has a `role` and a `content`."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """Which optional outputs the client asked for, by the outputs' names."""
+
+    finish_reason: bool = False
+    cumulative_logprob: bool = False
+    logprobs: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request to continue a prompt, as the client sent it: neither rendered nor tokenised."""
+
+    prompt: str | tuple[int, ...] | Chat
+    params: SamplingParams
+    stream: bool = False
+    echo: bool = False  # the prompt's text comes before the continuation's
+    returns: Returns = Returns()
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A request to end those whose client-set id is `request_id`."""
+
+    request_id: str
+
+
+def check_sizes(inputs: Tensors, parameters: str = "") -> int:
+    """The request's size in bytes. Raises `InvalidArgument` when an input is larger than its limit."""
+    total = len(parameters)
+    if total > MAX_JSON_BYTES:
+        raise InvalidArgument(f"the request parameters have {total} bytes; allowed: {MAX_JSON_BYTES}")
+    for name, array in inputs.items():
+        spec = _INPUTS.get(name)
+        if spec is None:
+            raise InvalidArgument(f"unknown input '{name[:80]}'; known: {', '.join(_INPUTS)}")
+        size = sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+        if size > spec.max_bytes:
+            raise InvalidArgument(f"'{name}' has {size} bytes; allowed: {spec.max_bytes}")
+        total += size
+    return total
+
+
+def parse(inputs: Tensors, parameters: str = "") -> Generate | Cancel:
+    """What a request wants. `parameters` are its request parameters, a JSON object or nothing.
+
+    Raises `InvalidArgument` for whatever is wrong with it, named.
+    """
+    if "cancel_request_id" in inputs:
+        return _cancel(inputs)
+    for spec in INPUTS:
+        if not spec.supported and spec.name in inputs and inputs[spec.name].size:
+            raise InvalidArgument(
+                f"'{spec.name}' is not supported by this version, which does text generation only"
+            )
+    prompt = _prompt(inputs)
+    stream = bool(_flag(inputs, "stream"))
+    exclude = _flag(inputs, "exclude_input_in_output")
+    if stream and exclude is False:
+        raise InvalidArgument(
+            "'exclude_input_in_output' is false; when 'stream' is true it must be true or unset"
+        )
+    sampling = _optional_string(inputs, "sampling_parameters")
+    own, other = _request_parameters(parameters)
+    if sampling is None:
+        params = SamplingParams.parse(other)
+    else:
+        for name in other.keys() - _SAMPLING:
+            SamplingParams.parse({name: None})  # says what is wrong with the name
+        params = SamplingParams.parse(strict_json.load_object(sampling, "sampling_parameters"))
+    return Generate(
+        prompt=prompt,
+        params=params,
+        stream=stream,
+        echo=not (stream if exclude is None else exclude),
+        returns=Returns(**{f.name: bool(_flag(inputs, f"return_{f.name}")) for f in fields(Returns)}),
+        **own,
+    )
+
+
+def _cancel(inputs: Tensors) -> Cancel:
+    others = sorted(inputs.keys() - {"cancel_request_id"})
+    if others:
+        raise InvalidArgument(
+            f"'cancel_request_id' stands alone in its request; this one has {', '.join(others)} too"
+        )
+    request_id = _string(inputs, "cancel_request_id")
+    if not request_id:
+        raise InvalidArgument("'cancel_request_id' is empty; give the id that the client set on the request")
+    return Cancel(request_id)
+
+
+def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:
+    given = [name for name in _PROMPTS if name in inputs]
+    if len(given) != 1:
+        what = " and ".join(f"'{name}'" for name in given) if given else "no prompt"
+        raise InvalidArgument(f"the request has {what}; give exactly one of {', '.join(_PROMPTS)}")
+    if given == ["text_input"]:
+        return _string(inputs, "text_input")
+    if given == ["input_ids"]:
+        return tuple(inputs["input_ids"].reshape(-1).tolist())
+    messages = strict_json.load(_string(inputs, "messages"), "messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument("'messages' must be a JSON list of at least one message")
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidArgument(
+                f"'messages' holds {strict_json.kind(message)} at {position}; expected an object"
+            )
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidArgument(f"message {position} must have a '{key}' that is a string")
+    return Chat(tuple(messages))
+
+
+def _request_parameters(parameters: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits them into what Octavo calls its own (by field of `Generate`) and all that is not reserved."""
+    values = strict_json.load_object(parameters, "request parameters") if parameters else {}
+    own: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _OWN:
+            field, convert = _OWN[name]
+            own[field] = convert(name, value)
+        elif name.startswith("octavo_"):
+            raise InvalidArgument(f"unknown request parameter '{name[:80]}'; known: {', '.join(_OWN)}")
+        elif name not in _RESERVED and not name.startswith(_RESERVED_PREFIX):
+            rest[name] = value
+    return own, rest
+
+
+def _priority(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, (int, str)) and not isinstance(value, bool) and -(2**31) <= int(value) < 2**31:
+            return int(value)
+    except ValueError:
+        pass
+    raise InvalidArgument(
+        f"'{name}' is {repr(value)[:80]}; expected an integer of 32 bits, the lower the sooner"
+    )
+
+
+def _salt(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or len(value) > MAX_ID_BYTES:
+        raise InvalidArgument(f"'{name}' must be a string of 1 to {MAX_ID_BYTES} characters")
+    return value
+
+
+_OWN: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "octavo_priority": ("priority", _priority),
+    "cache_salt": ("cache_salt", _salt),
+}
+
+
+def _element(inputs: Tensors, name: str) -> Any:
+    array = inputs[name]
+    if array.size != 1:
+        raise InvalidArgument(f"'{name}' has {array.size} elements; expected 1")
+    return array.reshape(-1)[0]
+
+
+def _string(inputs: Tensors, name: str) -> str:
+    try:
+        return bytes(_element(inputs, name)).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"'{name}' is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _optional_string(inputs: Tensors, name: str) -> str | None:
+    return _string(inputs, name) if name in inputs else None
+
+
+def _flag(inputs: Tensors, name: str) -> bool | None:
+    return bool(_element(inputs, name)) if name in inputs else None

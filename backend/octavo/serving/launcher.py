@@ -1,0 +1,275 @@
+"""Starts a tritonserver on a model repository, waits until it answers, and stops it without a trace.
+
+Owns the command line, the checks that can be made before starting, the process group, and the shared
+memory that a killed server leaves behind. `installation` says which server that is. Used by `cli`, which
+shows progress, and by the end-to-end tests.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from octavo.errors import LaunchError
+from octavo.serving import installation, preflight
+from octavo.serving.server_log import ServerLog
+
+SHARED_MEMORY = Path("/dev/shm")
+_POLL_S = 0.05
+_KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
+_LOADING_GRACE_S = 2.0  # a server that still loads has nothing in flight, and does not listen
+_DEAD_STUB_S = 3.0  # the server notices most deaths by itself within a second
+
+# Becomes the server, which then ends with us however we end. In a program of its own since code that runs
+# between fork and exec (`preexec_fn`) can deadlock in a process that has threads. 1 is PR_SET_PDEATHSIG.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How to serve. `backend_names` are the names under which Octavo is offered as a backend."""
+
+    repository: Path
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    backend_names: tuple[str, ...] = ("octavo",)
+    log_verbose: int = 0
+    exit_timeout_s: int = 30
+    stub_timeout_s: int = 1800  # a model of many GiB takes its time to load
+    shm_initial_bytes: int = 16 << 20  # the server's default, 1 MiB, is outgrown by the first few requests
+    shm_growth_bytes: int = 16 << 20
+    extra_arguments: tuple[str, ...] = ()
+    shm_prefix: str = field(default_factory=lambda: f"octavo-{os.getpid()}-{secrets.token_hex(4)}-")
+
+
+def check(options: LaunchOptions) -> None:
+    """All that can be told before a process is started. Raises `LaunchError` with one line to act on."""
+    problem = preflight.python_problem() or preflight.compiler_problem()
+    if problem:
+        raise LaunchError(problem)
+    models = model_names(options.repository)
+    if not models:
+        raise LaunchError(
+            f"the model repository {options.repository} holds no model: a model is a folder with a "
+            "config.pbtxt and a numbered version folder, such as llm/1/"
+        )
+    for name in options.backend_names:
+        if name == "python" or not name.isidentifier():
+            raise LaunchError(f"Octavo cannot be offered as the backend '{name}'; try --as vllm")
+    _check_ports(options)
+
+
+def model_names(repository: Path) -> list[str]:
+    """The models of a repository, sorted. Raises `LaunchError` when it is not a folder."""
+    if not repository.is_dir():
+        raise LaunchError(
+            f"the model repository {repository} is not a folder; name one with --model-repository "
+            "(make serve MODEL_REPOSITORY=...)"
+        )
+    return sorted(path.name for path in repository.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def command(options: LaunchOptions, server: installation.Installation, backends: Path) -> list[str]:
+    """The server's command line. What the user added comes last, so that it wins."""
+    python_backend = {
+        "shm-region-prefix-name": options.shm_prefix,
+        "shm-default-byte-size": options.shm_initial_bytes,
+        "shm-growth-byte-size": options.shm_growth_bytes,
+        "stub-timeout-seconds": options.stub_timeout_s,
+    }
+    arguments = [
+        str(server.executable),
+        f"--model-repository={options.repository.resolve()}",
+        f"--backend-directory={backends}",
+        "--model-control-mode=explicit",  # unload and reload of a model need it
+        "--load-model=*",
+        *(f"--{service}-address={options.host}" for service in ("http", "grpc", "metrics")),
+        f"--http-port={options.http_port}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-port={options.metrics_port}",
+        f"--exit-timeout-secs={options.exit_timeout_s}",
+        f"--log-verbose={options.log_verbose}",
+        *(f"--backend-config=python,{key}={value}" for key, value in python_backend.items()),
+    ]
+    if server.cache_folder is not None:
+        arguments.append(f"--cache-directory={server.cache_folder}")
+    if server.repoagent_folder is not None:
+        arguments.append(f"--repoagent-directory={server.repoagent_folder}")
+    return arguments + list(options.extra_arguments)
+
+
+class RunningServer:
+    """A tritonserver in a process group of its own. Leave it, as a context manager, and nothing is left."""
+
+    def __init__(self, options: LaunchOptions, process: "subprocess.Popen[bytes]", log_path: Path) -> None:
+        self.options = options
+        self.process = process
+        self.log_path = log_path
+        self.log = ServerLog(log_path)
+        host = "127.0.0.1" if options.host == "0.0.0.0" else options.host
+        self.http = f"{host}:{options.http_port}"
+        self.grpc = f"{host}:{options.grpc_port}"
+        self.metrics = f"{host}:{options.metrics_port}"
+        self._was_ready = False
+
+    @classmethod
+    def start(cls, options: LaunchOptions, server: installation.Installation, log_path: Path) -> Self:
+        """Returns as soon as the process runs; its output goes to `log_path`. Raises `LaunchError`.
+
+        The server is told to end when the calling thread does: call it from one that stays.
+        """
+        check(options)
+        backends = installation.assemble_backends(server, options.backend_names)
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with log_path.open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-ISc", _DIE_WITH_PARENT, *command(options, server, backends)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=installation.environment(server),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchError(f"{server.executable} cannot be started: {error}") from error
+        return cls(options, process, log_path)
+
+    def is_ready(self) -> bool:
+        """Whether the server and every model it was told to load take requests."""
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait_ready(
+        self, timeout_s: float | None = None, while_waiting: Callable[[], None] | None = None
+    ) -> None:
+        """Blocks, and calls `while_waiting` about twenty times a second; what that raises ends the wait.
+
+        Raises `LaunchError` with the reason from the server's log when it ends, hangs, or is too slow.
+        """
+        started = time.monotonic()
+        dead_stubs: dict[int, float] = {}
+        while not self.is_ready():
+            if self.process.poll() is not None:
+                raise LaunchError(self.failure())
+            now = time.monotonic()
+            dead_stubs = {pid: dead_stubs.get(pid, now) for pid in _zombies(self.process.pid)}
+            if any(now - since > _DEAD_STUB_S for since in dead_stubs.values()):
+                raise LaunchError(
+                    self.log.failure() or f"a model's process died while loading{self._see_log()}"
+                )
+            if timeout_s is not None and now - started > timeout_s:
+                raise LaunchError(f"the server was not ready after {timeout_s:.0f} s{self._see_log()}")
+            if while_waiting is not None:
+                while_waiting()
+            time.sleep(_POLL_S)
+        self._was_ready = True
+
+    def failure(self) -> str:
+        """Why a server that ended did so, in one line."""
+        return self.log.failure() or f"tritonserver ended with status {self.process.poll()}{self._see_log()}"
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> int:
+        """Asks the server to finish what is in flight; kills it after its deadline, or when `hurry` says so.
+
+        Returns its exit status, negative for a signal. May be called again. Afterwards no process of its
+        group and no shared memory of its prefix is left.
+        """
+        if self.process.poll() is None:
+            # To the group: Triton tells a model of the shutdown only after the model's last response.
+            os.killpg(self.process.pid, signal.SIGTERM)
+            grace_s = self.options.exit_timeout_s + _KILL_GRACE_S if self._was_ready else _LOADING_GRACE_S
+            deadline = time.monotonic() + grace_s
+            while self.process.poll() is None and time.monotonic() < deadline and not hurry():
+                time.sleep(_POLL_S)
+            if self.process.poll() is None:
+                self.process.kill()
+        status = self.process.wait()
+        _kill_group(self.process.pid)
+        for region in SHARED_MEMORY.glob(f"{self.options.shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        return status
+
+    def _see_log(self) -> str:
+        return f"; its log: {self.log_path}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _kill_group(group: int) -> None:
+    """Ends what the server left in its group: a stub that hangs in user code does not follow its parent."""
+    deadline = time.monotonic() + _KILL_GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(_POLL_S)
+
+
+def _zombies(group: int) -> Iterator[int]:
+    """Ended processes of a group that its leader has not waited for.
+
+    While it reads a model's configuration the server waits for a stub that died until the stub's timeout.
+    """
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that ended since it was listed
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+            if state == "Z" and int(process_group) == group and path.parent.name != str(group):
+                yield int(path.parent.name)
+
+
+def _check_ports(options: LaunchOptions) -> None:
+    seen: dict[int, str] = {}
+    for service in ("http", "grpc", "metrics"):
+        option = f"--{service}-port"
+        port: int = getattr(options, f"{service}_port")
+        if port in seen:
+            raise LaunchError(f"{seen[port]} and {option} are both {port}; each needs a port of its own")
+        seen[port] = option
+        try:
+            _bind(options.host, port)
+        except socket.gaierror as error:
+            raise LaunchError(f"'{options.host}' is no address to listen on: {error.strerror}") from error
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise LaunchError(f"'{options.host}' is not an address of this machine") from error
+            raise LaunchError(
+                f"port {port} cannot be used: {error.strerror}; pass another with {option} "
+                f"(make serve {service.upper()}_PORT=...)"
+            ) from error
+
+
+def _bind(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that is winding down is free
+        probe.bind((host, port))

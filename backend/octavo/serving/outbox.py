@@ -1,0 +1,129 @@
+"""Requests between Triton's `execute` and their final response, and what waits to be sent to them.
+
+Any thread may open a request, put a delta and ask who is open; only the sender thread takes and forgets. It
+gets all that is waiting at once, by request, so that several deltas of a stream become one response when it
+is behind: a response through Triton costs about as much CPU as a decode step of a small model.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from octavo.errors import OctavoError
+from octavo.request import TextDelta
+from octavo.serving.codec import Tensors
+from octavo.serving.reply import Reply
+
+
+class ResponseSender(Protocol):
+    """Triton's. One per request; only the sender thread calls it."""
+
+    def is_cancelled(self) -> bool: ...
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+
+class OpenRequest:
+    """A request that has not had its final response. `id` is unique; `client_id`, the client's own, is not.
+
+    `tensors` and `parameters` are what it brought, the tensors dropped once parsed; `reply` is set before the
+    engine gets the request. The rest belongs to the sender thread; times are those of `time.monotonic()`.
+    """
+
+    def __init__(self, id: str, client_id: str, sender: ResponseSender) -> None:
+        self.id = id
+        self.client_id = client_id
+        self.sender = sender
+        self.tensors: Tensors = {}
+        self.parameters = ""
+        self.reply: Reply | None = None
+        self.cancel_seen = False
+        self.arrived_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.num_tokens = 0
+        self._lock = threading.Lock()  # orders handing over against withdrawing
+        self._handed_over = False
+        self._withdrawn = False
+
+    def hand_over(self, submit: Callable[[], None]) -> None:
+        """Runs `submit`, which gives the request to the engine, unless it was withdrawn before."""
+        with self._lock:
+            if not self._withdrawn:
+                submit()
+                self._handed_over = True
+
+    def withdraw(self) -> bool:
+        """Whether the engine does not know the request; then it never will."""
+        with self._lock:
+            self._withdrawn = not self._handed_over
+            return self._withdrawn
+
+    @property
+    def withdrawn(self) -> bool:
+        return self._withdrawn
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """So many tokens were just sent, or kept for the one response of a request without streaming."""
+        if num_tokens:
+            self.last_token_s = time.monotonic()
+            self.first_token_s = self.first_token_s or self.last_token_s
+            self.num_tokens += num_tokens
+
+    def __str__(self) -> str:
+        return f"{self.id} (client's id {self.client_id[:80]!r})" if self.client_id else self.id
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[OpenRequest, list[TextDelta]] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count(1)
+        self._woken = False
+
+    def open(self, client_id: str, sender: ResponseSender) -> OpenRequest:
+        request = OpenRequest(f"request-{next(self._numbers)}", client_id, sender)
+        with self._changed:
+            self._open[request.id] = request
+        return request
+
+    def put(self, request: OpenRequest, delta: TextDelta) -> None:
+        with self._changed:
+            self._waiting.setdefault(request, []).append(delta)
+            self._changed.notify()
+
+    def fail(self, request: OpenRequest, error: OctavoError) -> None:
+        """Ends a request that the engine does not know, or does not answer any more."""
+        self.put(request, TextDelta(request.id, error=error, request_finished=True))
+
+    def requests(self) -> list[OpenRequest]:
+        with self._changed:
+            return list(self._open.values())
+
+    def named(self, client_id: str) -> list[OpenRequest]:
+        return [request for request in self.requests() if request.client_id == client_id]
+
+    def wake(self) -> None:
+        """Makes `take` return at once: the one that waits, or the next one."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def take(self, timeout_s: float) -> dict[OpenRequest, list[TextDelta]]:
+        """All that is waiting, in order of arrival; waits up to `timeout_s` while there is nothing.
+
+        What was put for a request after it was forgotten is dropped.
+        """
+        with self._changed:
+            if not self._waiting and not self._woken:
+                self._changed.wait(timeout_s)
+            self._woken = False
+            waiting, self._waiting = self._waiting, {}
+            return {request: deltas for request, deltas in waiting.items() if request.id in self._open}
+
+    def forget(self, request: OpenRequest) -> None:
+        """After the final response."""
+        with self._changed:
+            self._open.pop(request.id, None)

@@ -1,0 +1,142 @@
+"""The one thread that talks back to Triton: responses, cancellations, metrics.
+
+A response is a blocking handshake with the server, so the engine's thread never makes one: it puts deltas
+into the outbox. Every open request gets exactly one final response from here, whatever happens. How one is
+sent comes from `tritonserver`, the only file that knows Triton's module.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.errors import OctavoError, Unavailable
+from octavo.request import TextDelta
+from octavo.serving.codec import Tensors
+from octavo.serving.outbox import OpenRequest, Outbox
+
+log = logging.getLogger("octavo")
+
+_SWEEP_S = 0.05  # between looks for cancelled requests
+_SWEEP_SHARE = 0.1  # of the thread's time at most: a look is a round trip of some 0.1 ms for each request
+_TICK_S = 1.0  # between two calls of `on_tick`
+
+
+class Channel(Protocol):
+    """Triton's side of a request. Any of these may raise."""
+
+    def send(self, request: OpenRequest, tensors: Tensors, final: bool) -> None: ...
+    def send_error(self, request: OpenRequest, error: OctavoError) -> None: ...
+    def is_cancelled(self, request: OpenRequest) -> bool: ...
+
+
+class Sender:
+    """`cancel` ends a request that the client gave up, wherever it is; it answers through the outbox.
+
+    `on_done` gets every request that had a result, after its final response. `on_tick` is called about once
+    a second.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        channel: Channel,
+        *,
+        cancel: Callable[[OpenRequest], None],
+        on_done: Callable[[OpenRequest], None],
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._outbox = outbox
+        self._channel = channel
+        self._cancel = cancel
+        self._on_done = on_done
+        self._on_tick = on_tick
+        self._next_sweep_s = self._next_tick_s = 0.0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="octavo-sender", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Sends what is waiting, answers whoever is left with `Unavailable`, joins."""
+        self._stopped = True
+        self._outbox.wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the server takes no responses; given up after %.0f s", timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._send_waiting(self._patience_s())
+            self._guard("looking for cancelled requests", self._sweep)
+            self._guard("updating the metrics", self._tick)
+        self._send_waiting(0)
+        for request in self._outbox.requests():
+            self._outbox.fail(request, Unavailable("the model was unloaded before the request was done"))
+        self._send_waiting(0)
+        self._guard("updating the metrics", self._on_tick)
+
+    def _patience_s(self) -> float:
+        """How long there is nothing to do but to wait for deltas."""
+        due_s = min(self._next_tick_s, self._next_sweep_s) if self._outbox.requests() else self._next_tick_s
+        return max(0.0, due_s - time.monotonic())
+
+    def _send_waiting(self, timeout_s: float) -> None:
+        for request, deltas in self._outbox.take(timeout_s).items():
+            try:
+                self._answer(request, deltas)
+            except Exception as error:
+                log.exception("request %s: its response could not be sent", request)
+                self._give_up(request, error)
+
+    def _answer(self, request: OpenRequest, deltas: list[TextDelta]) -> None:
+        """One response for all that is waiting. An error makes what waits before it pointless."""
+        last = next((delta for delta in deltas if delta.request_finished), deltas[-1])
+        if last.error is not None:
+            self._channel.send_error(request, last.error)
+            self._outbox.forget(request)
+            return
+        assert request.reply is not None
+        for delta in deltas:
+            request.reply.add(delta)
+        tensors = request.reply.take()
+        if tensors is not None:
+            self._channel.send(request, tensors, final=last.request_finished)
+        request.count_tokens(sum(len(delta.token_ids) for delta in deltas))
+        if last.request_finished:
+            self._outbox.forget(request)
+            self._on_done(request)
+
+    def _give_up(self, request: OpenRequest, error: Exception) -> None:
+        """The client cannot be served any more: free what it holds, and close Triton's side."""
+        self._cancel(request)
+        self._outbox.forget(request)
+        try:
+            self._channel.send_error(request, OctavoError(f"the response could not be sent: {error!r}"))
+        except Exception as second:
+            log.info("request %s: its final response could not be sent either: %r", request, second)
+
+    def _sweep(self) -> None:
+        started_s = time.monotonic()
+        if started_s < self._next_sweep_s:
+            return
+        for request in self._outbox.requests():
+            if not request.cancel_seen and self._channel.is_cancelled(request):
+                request.cancel_seen = True
+                self._cancel(request)
+        now_s = time.monotonic()
+        self._next_sweep_s = now_s + max(_SWEEP_S, (now_s - started_s) / _SWEEP_SHARE)
+
+    def _tick(self) -> None:
+        if time.monotonic() >= self._next_tick_s:
+            self._next_tick_s = time.monotonic() + _TICK_S
+            self._on_tick()
+
+    def _guard(self, what: str, run: Callable[[], None]) -> None:
+        """This thread outlives every surprise."""
+        try:
+            run()
+        except Exception:
+            log.exception("%s failed", what)
