@@ -55,6 +55,7 @@ def transformers_model(name: str, dtype: torch.dtype) -> Any:
         for tensor_name in checkpoint.names():
             checkpoint.load_into(tensor_name, state[tensor_name])
     model.tie_weights()
+    model.generation_config.eos_token_id = None  # as with `ignore_eos`
     return model.eval()
 
 
@@ -68,7 +69,6 @@ def transformers_runner(args: argparse.Namespace, prompts: list[list[int]]) -> C
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                min_new_tokens=args.output,
                 max_new_tokens=args.output,
                 pad_token_id=0,
             )

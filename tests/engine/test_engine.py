@@ -58,6 +58,7 @@ def expected(reference: Any) -> list[list[int]]:
 
 def build(folder: Path, **arguments: Any) -> Engine:
     defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
+    defaults["num_threads"] = 1  # the model is too small for more
     return Engine({"model": str(folder), **defaults, **arguments})
 
 
@@ -98,7 +99,12 @@ def is_tie(reference: Any, prompt: list[int], tokens: list[int], expected: list[
 def test_greedy_tokens_are_those_of_transformers_however_the_work_is_cut(
     folder: Path, reference: Any, expected: list[list[int]], block_size: int, budget: int, preempting: bool
 ) -> None:
-    engine = build(folder, block_size=block_size, max_num_batched_tokens=budget)
+    engine = build(
+        folder,
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=8192 // block_size,
+    )
     if preempting:
         preempt_every(engine, 10)
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -233,7 +239,7 @@ def test_a_failing_step_fails_its_own_requests_and_the_engine_goes_on(
     engine.add(engine.make_request("r", PROMPTS[3], greedy), deltas.append)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor._runner, "execute", lambda *_: 1 / 0)
+        patch.setattr(engine._executor._runner, "run", lambda *_: 1 / 0)
         engine.step()
     assert isinstance(deltas[-1].error, StepFailed)
     assert deltas[-1].request_finished
