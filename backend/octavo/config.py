@@ -105,6 +105,8 @@ class EngineConfig:
 
 _FIELDS = {f.name for f in dataclasses.fields(EngineConfig)}
 
+_TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false", float: "a number"}
+
 
 def resolve(arguments: Mapping[str, Any]) -> EngineConfig:
     """Checks engine arguments, as they stand in `model.json`, and returns the configuration.
@@ -138,4 +140,4 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     if hint is float and type(value) is int:
         return
     if type(value) is not hint:
-        raise ConfigError(f"'{name}' is {value!r}, a {type(value).__name__}; it must be a {hint.__name__}")
+        raise ConfigError(f"'{name}' is {value!r}; it must be {_TYPE_NAMES[hint]}")

@@ -15,6 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1000  # of each
 MAX_LOGPROBS = 20
 
 # Names of vLLM's that this version has no code for; they are refused by name rather than ignored.
@@ -62,7 +63,8 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "0 to 1")
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "an integer of 64 bits")
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-        require(all(self.stop), "stop", "strings that are not empty")
+        allowed = f"strings of 1 to {MAX_STOP_CHARS} characters"
+        require(all(1 <= len(text) <= MAX_STOP_CHARS for text in self.stop), "stop", allowed)
         require(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "token ids, 0 and more")
         require(1 <= self.max_tokens < 2**31, "max_tokens", "1 and more")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens ({self.max_tokens})")

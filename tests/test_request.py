@@ -1,0 +1,78 @@
+"""Sampling parameters: what is taken, and what is said of what is not."""
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import InvalidArgument
+from octavo.request import SamplingParams
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams.parse({})
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (
+        1,
+        1.0,
+        1.0,
+        0,
+        16,
+    )
+    assert (params.seed, params.logprobs, params.stop, params.ignore_eos) == (None, None, (), False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"temperature": "0"}, {"temperature": 0.0}),
+        ({"top_k": -1.0, "n": "3"}, {"top_k": -1, "n": 3}),
+        ({"ignore_eos": "false"}, {"ignore_eos": False}),
+        ({"ignore_eos": "True"}, {"ignore_eos": True}),
+        ({"ignore_eos": 1}, {"ignore_eos": True}),
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "yz"], "stop_token_ids": [1, "2"]}, {"stop": ("x", "yz"), "stop_token_ids": (1, 2)}),
+        ({"seed": None, "logprobs": 0}, {"seed": None, "logprobs": 0}),
+    ],
+)
+def test_values_are_taken_as_clients_send_them(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    params = SamplingParams.parse(given)
+    for name, value in expected.items():
+        assert getattr(params, name) == value
+        assert type(getattr(params, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"temperatur": 1}, "unknown sampling parameter 'temperatur'; did you mean 'temperature'?"),
+        ({"logit_bias": {}}, "sampling parameter 'logit_bias' is not supported by this version"),
+        ({"zzz": 1}, "unknown sampling parameter 'zzz'; known: "),
+        ({"n": 0}, "'n' is 0; allowed: 1 to 128"),
+        ({"n": 1.5}, "'n' is 1.5; expected an integer"),
+        ({"n": True}, "'n' is True; expected an integer"),
+        ({"n": "9" * 5000}, "'n' is '999"),
+        ({"temperature": -0.1}, "'temperature' is -0.1; allowed: 0 to 100"),
+        ({"temperature": float("nan")}, "'temperature' is nan; allowed: 0 to 100"),
+        ({"temperature": "1e999"}, "'temperature' is inf; allowed: 0 to 100"),
+        ({"temperature": [1]}, "'temperature' is [1]; expected a number"),
+        ({"top_p": 0}, "'top_p' is 0.0; allowed: above 0 and up to 1"),
+        ({"top_k": -2}, "'top_k' is -2; allowed: -1 or 0 (off), or 1 and more"),
+        ({"min_p": 1.1}, "'min_p' is 1.1; allowed: 0 to 1"),
+        ({"seed": 2**64}, "'seed' is 18446744073709551616; allowed: an integer of 64 bits"),
+        ({"stop": ""}, "'stop' is ('',); allowed: strings of 1 to 1000 characters"),
+        ({"stop": "x" * 1001}, "'stop' is ('xxx"),
+        ({"stop": ["x"] * 65}, "allowed: at most 64 strings"),
+        ({"stop": [1]}, "'stop' is [1]; expected a string or a list of strings"),
+        ({"stop_token_ids": "12"}, "'stop_token_ids' is '12'; expected a list of integers"),
+        ({"stop_token_ids": [-1]}, "'stop_token_ids' is (-1,); allowed: token ids, 0 and more"),
+        ({"ignore_eos": "maybe"}, "'ignore_eos' is 'maybe'; expected true or false"),
+        ({"max_tokens": 0}, "'max_tokens' is 0; allowed: 1 and more"),
+        ({"min_tokens": 17}, "'min_tokens' is 17; allowed: 0 to max_tokens (16)"),
+        ({"logprobs": 21}, "'logprobs' is 21; allowed: 0 to 20"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams.parse(given)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert caught.value.wire.startswith("[INVALID_ARG] ")
