@@ -39,7 +39,7 @@ def _load(entry: EntryPoint) -> Any:
             raise  # not an extra that is missing, but a mistake of ours
         app.command(
             entry.name,
-            help=f"Not installed: pip install 'octavo[{extra}]'",
+            help=f"Not installed: pip install 'octavo\\[{extra}]'",  # help is rich markup
             add_help_option=False,
             context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         )(_refusal(entry.name, extra, error.name or "a module"))

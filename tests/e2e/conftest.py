@@ -5,7 +5,6 @@ more of them, for tests that need another configuration or that end their server
 The tail of each server's log is added to the report of a test that fails.
 """
 
-import random
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from octavo.serving import installation
 from octavo.serving.launcher import LaunchOptions, RunningServer
+from ports import free_ports
 from triton_clients import make_repository
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -25,21 +25,6 @@ _LOG_TAIL_LINES = 60
 _running = pytest.StashKey[list[RunningServer]]()
 
 StartServer = Callable[..., RunningServer]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody uses, below the range from which the kernel serves outgoing sockets."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(12000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from octavo.serving.launcher import SHARED_MEMORY, RunningServer
 from triton_clients import GrpcStream, generate_stream, make_repository, post
 
 ENDLESS = json.dumps({"max_tokens": 2000, "ignore_eos": True})
+VLLMS_OWN = {"disable_log_requests": True, "gpu_memory_utilization": 0.5, "enforce_eager": True}
 PROMPT = "Tell me a long story."
 
 
@@ -26,11 +27,12 @@ def is_alive(group: int) -> bool:
 def test_everyone_is_answered_when_the_server_is_told_to_end(
     start_server: Callable[..., RunningServer], tmp_path: Path
 ) -> None:
-    """The signal goes to the process group, as a launcher, a supervisor or Ctrl-C sends it."""
+    """The signal goes to the process group, as a launcher, a supervisor or Ctrl-C sends it. The repository is
+    one of Triton's vLLM backend, served as it is."""
     repository = make_repository(
-        tmp_path, backend="python", parameters={"shutdown_timeout_s": "1.5"}, max_num_seqs=4
+        tmp_path, backend="vllm", parameters={"shutdown_timeout_s": "1.5"}, max_num_seqs=4, **VLLMS_OWN
     )
-    server = start_server(repository)
+    server = start_server(repository, backend_names=("vllm",))
     answers: dict[str, Any] = {}
 
     def ask(name: str, function: Callable[..., Any], *arguments: Any, **inputs: Any) -> threading.Thread:

@@ -11,6 +11,7 @@ back to GPT-2's, so `ids` were recorded with that set right, and `gpt2_ids` are 
 
 import json
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -162,6 +163,15 @@ def test_ids_that_only_the_model_has_say_nothing(tmp_path: Path) -> None:
     assert Tokenizer.load(str(tmp_path)).vocab_size == 264
 
 
+def test_ids_beyond_all_bounds_are_refused(tmp_path: Path) -> None:
+    path = folder_with(tmp_path, {}) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["z"] = 2**31
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="the tokenizer has the id 2147483648; allowed: below 4194304"):
+        Tokenizer.load(str(tmp_path))
+
+
 def test_a_folder_truncates_and_pads_nothing(tmp_path: Path) -> None:
     path = folder_with(tmp_path, {}) / "tokenizer.json"
     backend = Backend.from_file(str(path))
@@ -249,12 +259,21 @@ def test_a_folder_that_is_wrong_is_named(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_decoder_that_is_not_supported_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        {"type": "Strip", "content": "x", "start": 2, "stop": 0},
+        None,
+    ],
+)
+def test_a_decoder_that_is_not_supported_is_named(tmp_path: Path, decoder: dict[str, Any] | None) -> None:
     path = folder_with(tmp_path, {}) / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    content["decoder"] = decoder
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="the tokenizer decodes by WordPiece; supported: ByteLevel, and"):
+    with pytest.raises(ConfigError, match=r"the tokenizer decodes by .*; supported: ByteLevel, and"):
         Tokenizer.load(str(tmp_path))
 
 
@@ -308,6 +327,16 @@ def test_user_defined_tokens_are_found_whole_and_are_text() -> None:
     ids = backend.encode("xa by<|endoftext|><think>").ids
     assert backend.encode("xa by<|endoftext|><think>").tokens == ["x", "a b", "y", "<|endoftext|>", "<think>"]
     assert backend.decode(ids, skip_special_tokens=True) == "xa by<think>"
+
+
+def test_eos_is_special_even_if_its_type_says_otherwise() -> None:
+    metadata = byte_level_metadata()
+    eos = metadata["tokenizer.ggml.tokens"].index("the")
+    backend = build_tokenizer(metadata | {"tokenizer.ggml.eos_token_id": eos}, "here")
+    assert (
+        backend.decode(backend.encode("x the", add_special_tokens=False).ids, skip_special_tokens=True)
+        == "x "
+    )
 
 
 def test_llama3_takes_a_word_of_the_vocabulary_whole() -> None:
@@ -372,9 +401,19 @@ def test_sentence_piece_in_a_file(tmp_path: Path) -> None:
     for text in [*SENTENCES, *TEXTS]:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
-        if not text.startswith(" ") and "<s>" not in text and "</s>" not in text:
+        if not text.startswith(" ") and not {"<s>", "</s>", "<unk>"} & {*re.findall("<.*?>", text)}:
             assert tokenizer.decode(ids) == text
     assert tokenizer.token_text(tokenizer.encode("hello")[1]) == " hello"
+
+
+def test_sentence_piece_in_a_folder(tmp_path: Path) -> None:
+    backend = build_tokenizer(sentence_piece_metadata(), "here")
+    backend.save(str(folder_with(tmp_path, {}) / "tokenizer.json"))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer.vocabulary.strips_first_space
+    for text in SENTENCES:
+        assert tokenizer.encode(text) == backend.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == backend.decode(backend.encode(text).ids)
 
 
 def test_sentence_piece_without_a_space_before(tmp_path: Path) -> None:

@@ -97,9 +97,7 @@ def test_shards_of_a_row_linear_add_up() -> None:
 
 
 def test_a_shard_must_divide_the_outputs() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'tensor_parallel_size' is 3; it must divide the outputs of q, 10"
-    ):
+    with pytest.raises(ConfigError, match=r"'tensor_parallel_size' is 3; .* the outputs of q, 10"):
         column_linear(6, SIZES, False, placement(Shard(0, 3)))
 
 

@@ -219,6 +219,24 @@ def test_a_client_that_cannot_be_sent_to_is_dropped(llm: LoadedModel, triton: Fa
     assert llm.ask(text_input="", parameters={"max_tokens": 1}).sender.texts() == [["a"]]
 
 
+def test_a_request_that_the_server_has_lost_is_dropped_and_no_other(
+    llm: LoadedModel, triton: FakeTriton
+) -> None:
+    lost, kept = (
+        InferenceRequest(text_input="a", sampling_parameters=ENDLESS),
+        InferenceRequest(text_input="a"),
+    )
+    lost.sender.is_cancelled = lambda: 1 / 0  # type: ignore[method-assign]
+    llm.execute(lost)
+    wait_until(lambda: llm.engine.finished == {"abort": 1})
+    assert lost.sender.error().code == "INTERNAL"
+    kept.sender.cancelled = True
+    llm.engine.running.clear()
+    llm.execute(kept)
+    assert kept.sender.error().code == "CANCELLED"
+    assert triton.log().count("the server does not know it any more") == 1
+
+
 # --- cancellation ----------------------------------------------------------------------------------
 
 

@@ -54,7 +54,6 @@ def test_a_damaged_header_never_raises_anything_else(tmp_path: Path) -> None:
             try:
                 use()
                 outcomes["served"] += 1
-            except OctavoError as error:
-                assert str(error)
+            except OctavoError:
                 outcomes["refused"] += 1
     assert min(outcomes["served"], outcomes["refused"]) > 50, outcomes

@@ -156,16 +156,23 @@ def _per_token(metadata: Mapping[str, Any], name: str, vocab_size: int, where: s
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], where: str) -> None:
-    """Tokens that are found whole in a text: control tokens, which are special, and user-defined ones."""
-    kinds = _per_token(metadata, "token_type", len(tokens), where)
-    for kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-        special = kind == TokenType.CONTROL
-        found = [tokens[i] for i in (kinds == kind).nonzero()[0] if tokens[i]]
-        added = [AddedToken(token, normalized=False, special=special) for token in found]
-        if special:
-            tokenizer.add_special_tokens(added)
-        else:
-            tokenizer.add_tokens(added)
+    """Tokens that are found whole in a text: user-defined ones, and those that are no text, called special
+    (control tokens and the unknown one; BOS and EOS also where a file forgot to say so)."""
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = _per_token(metadata, "token_type", len(tokens), where)
+    else:
+        kinds = np.full(len(tokens), TokenType.NORMAL)
+    ends = {token_id(metadata, name, len(tokens), where) for name in ("bos", "eos")}
+    special = np.isin(kinds, (TokenType.CONTROL, TokenType.UNKNOWN))
+    special[[i for i in ends if i is not None]] = True
+    user_defined = (kinds == TokenType.USER_DEFINED) & ~special
+
+    def added(which: npt.NDArray[np.bool_]) -> list[AddedToken]:
+        found = [tokens[i] for i in which.nonzero()[0] if tokens[i]]
+        return [AddedToken(token, normalized=False, special=which is special) for token in found]
+
+    tokenizer.add_special_tokens(added(special))
+    tokenizer.add_tokens(added(user_defined))
 
 
 def _frame(metadata: Mapping[str, Any], tokens: list[str], where: str) -> processors.TemplateProcessing:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.gguf_tokenizer import build_tokenizer, token_id
-from octavo.engine.vocabulary import Vocabulary
+from octavo.engine.vocabulary import MAX_VOCAB, Vocabulary
 from octavo.errors import ConfigError, InvalidArgument
 from octavo.weights.files import read_json_object, resolve_model_path
 from octavo.weights.gguf import GGUFFile
@@ -22,7 +22,6 @@ from octavo.weights.gguf_config import generation_config
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _MAX_TEXT_FILE_BYTES = 2**20
-_MAX_VOCAB = 2**22  # as much as a configuration may claim
 
 
 class Tokenizer:
@@ -130,14 +129,14 @@ class _Model:
         generation = read_json_object(folder / "generation_config.json", required=False)
         config = read_json_object(folder / "config.json", required=False)
         size: Any = config.get("vocab_size")
-        known = type(size) is int and 0 < size <= _MAX_VOCAB
+        known = type(size) is int and 0 < size <= MAX_VOCAB
         return cls(_eos_ids(generation) or _eos_ids(config), size if known else 0)
 
     @classmethod
     def of_gguf(cls, file: GGUFFile) -> "_Model":
         embedding = file.tensors.get("token_embd.weight")
         size = embedding.shape[0] if embedding else 0
-        return cls(_eos_ids(generation_config(file.metadata)), min(size, _MAX_VOCAB))
+        return cls(_eos_ids(generation_config(file.metadata)), min(size, MAX_VOCAB))
 
 
 def _from_gguf(file: GGUFFile, model: _Model) -> Tokenizer:

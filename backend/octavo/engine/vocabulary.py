@@ -15,6 +15,15 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.errors import ConfigError
 
+MAX_VOCAB = 2**22  # ids that a file may claim: far above every tokenizer, and a table of them is small
+
+# How the two kinds of tokenizer decode, as the library writes it down.
+_SENTENCE_PIECE = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -32,18 +41,20 @@ class Vocabulary:
         the two known ways."""
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
         steps = decoder.get("decoders", [decoder])
-        kinds = [step["type"] for step in steps]
-        if kinds == ["ByteLevel"]:
+        if [step["type"] for step in steps] == ["ByteLevel"]:
             convert, strips = _from_byte_characters, False
-        elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
-            convert, strips = _from_sentence_piece, kinds[3:] == ["Strip"]
+        elif steps[:3] == _SENTENCE_PIECE and steps[3:] in ([], [_STRIP]):
+            convert, strips = _from_sentence_piece, bool(steps[3:])
         else:
             raise ConfigError(
-                f"{where}: the tokenizer decodes by {' + '.join(map(str, kinds))}; supported: ByteLevel, and "
-                "Replace + ByteFallback + Fuse (+ Strip)"
+                f"{where}: the tokenizer decodes by {json.dumps(decoder)[:200]}; supported: ByteLevel, and "
+                "Replace ▁ + ByteFallback + Fuse, with or without Strip of one space on the left"
             )
         ids = backend.get_vocab(with_added_tokens=True)
-        token_bytes = [b""] * max(size, max(ids.values(), default=-1) + 1)
+        largest = max(ids.values(), default=-1)
+        if largest >= MAX_VOCAB:
+            raise ConfigError(f"{where}: the tokenizer has the id {largest}; allowed: below {MAX_VOCAB}")
+        token_bytes = [b""] * max(size, largest + 1)
         for token, token_id in ids.items():
             token_bytes[token_id] = convert(token)
         added = backend.get_added_tokens_decoder()

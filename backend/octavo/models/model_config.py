@@ -18,8 +18,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 _ARCHITECTURES = ("LlamaForCausalLM",)
 _DTYPES = ("float32", "bfloat16", "float16")
 
-# Limits on what a file may claim: far above every model, and low enough that no claim exhausts memory
-# by itself (a table of rotary angles is as long as max_position_embeddings).
+# Limits on what a file may claim: far above every model, and low enough that a mistake is seen here. The
+# loader compares the sizes with the tensors that are there, so that none is allocated on a claim alone.
 _MAX_WIDTH = 2**20
 _MAX_LAYERS = 2**10
 _MAX_VOCAB = 2**22

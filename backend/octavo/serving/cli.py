@@ -98,10 +98,12 @@ def _serve(
     server = installation.find(installed)
     if server.note:
         progress.say(server.note)
-    progress.phase(f"starting tritonserver {server.version} (log: {log_path})")
+    progress.phase(f"starting tritonserver {server.version}")
+    progress.say(f"the server's log: {log_path}")
     running = RunningServer.start(options, server, log_path)
     try:
         running.wait_ready(while_waiting=lambda: _watch_start(running, progress, signals, show_log))
+        _watch_start(running, progress, signals, show_log)  # what came with the last moment
         progress.end()
         for line in _how_to_use(options, time.monotonic() - started):
             progress.say(line)
@@ -137,7 +139,7 @@ def _watch_start(running: RunningServer, progress: "_Progress", signals: "_Signa
         if show_log:
             progress.say(line.raw)
         elif news := running.log.progress(line):
-            progress.phase(news)
+            (progress.say if line.by_model else progress.phase)(news)
     if signals.count:
         raise _Stopped
 

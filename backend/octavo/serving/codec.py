@@ -110,7 +110,11 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A request to end those whose client-set id is `request_id`."""
+    """A request to end those whose client-set id is `request_id`, among those of this model instance.
+
+    It is answered once, with one empty text, or with NOT_FOUND when there are none. Where a model has
+    several instances, a client asks until one has found it.
+    """
 
     request_id: str
 

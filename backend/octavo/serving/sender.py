@@ -107,7 +107,7 @@ class Sender:
         request.count_tokens(sum(len(delta.token_ids) for delta in deltas))
         if last.request_finished:
             self._outbox.forget(request)
-            self._on_done(request)
+            self._guard("updating the metrics", lambda: self._on_done(request))
 
     def _give_up(self, request: OpenRequest, error: Exception) -> None:
         """The client cannot be served any more: free what it holds, and close Triton's side."""
@@ -123,8 +123,14 @@ class Sender:
         if started_s < self._next_sweep_s:
             return
         for request in self._outbox.requests():
-            if not request.cancel_seen and self._channel.is_cancelled(request):
-                request.cancel_seen = True
+            if request.cancel_seen:
+                continue
+            try:
+                request.cancel_seen = self._channel.is_cancelled(request)
+            except Exception as error:
+                log.exception("request %s: the server does not know it any more", request)
+                self._give_up(request, error)
+            if request.cancel_seen:
                 self._cancel(request)
         now_s = time.monotonic()
         self._next_sweep_s = now_s + max(_SWEEP_S, (now_s - started_s) / _SWEEP_SHARE)

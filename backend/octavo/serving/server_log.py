@@ -37,6 +37,11 @@ class LogLine:
     source: str | None
     text: str
 
+    @property
+    def by_model(self) -> bool:
+        """Whether a model wrote it, through Triton's logger."""
+        return self.level == "I" and self.source is not None and self.source.endswith(".py")
+
 
 def parse(line: str) -> LogLine:
     match = _LINE.match(line)
@@ -74,8 +79,7 @@ class ServerLog:
         if match := _LOADED.match(line.text):
             self._loading = [model for model in self._loading if model != match["model"]]
             return f"the model '{match['model']}' is loaded"
-        said_by_model = line.level == "I" and line.source is not None and line.source.endswith(".py")
-        return line.text if said_by_model and self._loading else None
+        return line.text if line.by_model and self._loading else None
 
     def failure(self) -> str | None:
         """Why the server could not start, in one line; None when the log does not say."""

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.inputs import LayerCache
 from octavo.models.model_config import ModelConfig
-from octavo.worker.memory import available_bytes, gibibytes
+from octavo.worker.memory import available_bytes, readable
 from octavo_kernels import ops
 
 _CPU_SHARE = 4  # of the memory that is free, one part in so many
@@ -74,19 +74,19 @@ def cache_size(
         hint = f"raise num_gpu_blocks_override to {blocks_per_sequence}"
     else:
         least_bytes = blocks_per_sequence * bytes_per_block
-        hint = f"set kv_cache_memory_bytes to {least_bytes} ({gibibytes(least_bytes)})"
+        hint = f"set kv_cache_memory_bytes to {least_bytes} ({readable(least_bytes)})"
         if config.kv_cache_memory_bytes is not None:
             budget_bytes = config.kv_cache_memory_bytes
-            limit = f"kv_cache_memory_bytes = {gibibytes(budget_bytes)}"
+            limit = f"kv_cache_memory_bytes = {readable(budget_bytes)}"
         elif device.type == "cuda":
             budget_bytes = _gpu_budget(config.gpu_memory_utilization, device, profile, cuda or torch.cuda)
-            limit = f"gpu_memory_utilization = {config.gpu_memory_utilization} ({gibibytes(budget_bytes)})"
+            limit = f"gpu_memory_utilization = {config.gpu_memory_utilization} ({readable(budget_bytes)})"
             hint = "raise gpu_memory_utilization"
         else:
             budget_bytes = min(available() // _CPU_SHARE, _CPU_MOST_BYTES)
-            limit = f"a quarter of the free memory = {gibibytes(budget_bytes)}"
+            limit = f"a quarter of the free memory = {readable(budget_bytes)}"
             if budget_bytes == _CPU_MOST_BYTES:
-                limit = f"the default of at most {gibibytes(budget_bytes)} on a CPU"
+                limit = f"the default of at most {readable(budget_bytes)} on a CPU"
         num_blocks = budget_bytes // bytes_per_block
         useful = config.max_num_seqs * blocks_per_sequence
         if num_blocks > useful:

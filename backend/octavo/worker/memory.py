@@ -23,8 +23,8 @@ def available_bytes(root: Path = Path("/")) -> int:
     return max(available, 0)
 
 
-def gibibytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _fields(file: Path) -> dict[str, int]:

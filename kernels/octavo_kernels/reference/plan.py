@@ -147,11 +147,14 @@ def _bucket(
     filled = columns * layout.block_size < context_lens[:, None]
     blocks = np.take_along_axis(block_tables, np.where(filled, columns, 0), axis=1)
     length = width * layout.block_size
-    positions = first_blocks[:, None] * layout.block_size + np.arange(length)  # [S, L]
-    hidden = positions >= context_lens[:, None]
-    if layout.window is not None:
-        hidden |= positions < context_lens[:, None] - layout.window
-    seq, slot = np.nonzero(hidden)
+    first_slots = first_blocks * layout.block_size
+    seq, slot = _ranges(context_lens - first_slots, np.full_like(context_lens, length))
+    if layout.window is not None:  # it may begin inside the first block
+        begins = np.maximum(context_lens - layout.window - first_slots, 0)
+        older = _ranges(np.zeros_like(begins), begins)
+        seq, slot = np.concatenate((older[0], seq)), np.concatenate((older[1], slot))
+    hidden = np.zeros((len(context_lens), length), np.bool_)
+    hidden[seq, slot] = True
     heads = seq[:, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
     return Bucket(
         queries=queries,
@@ -159,6 +162,13 @@ def _bucket(
         hidden=layout.tensor(hidden[:, None, None]),
         hidden_rows=layout.tensor((heads * length + slot[:, None]).reshape(-1)),
     )
+
+
+def _ranges(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """All the numbers in [begins[i], ends[i]) for all i: the i of each, and the number."""
+    counts = ends - begins
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) + np.repeat(begins - np.cumsum(counts) + counts, counts)
 
 
 def _spans(layout: KVLayout, begin: int, end: int, context_len: int, block_table: Ints) -> list[Span]:

@@ -1,0 +1,159 @@
+"""How many blocks there are, which limit says so, and what is in them."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.model_config import ModelConfig, RopeConfig
+from octavo.worker.kv_cache import CacheSize, KVCache, block_bytes, cache_size
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+BLOCK_BYTES = 2**20
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    intermediate_size=64,
+    vocab_size=100,
+    max_positions=1024,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    tie_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    eos_token_ids=(),
+    bos_token_id=None,
+    torch_dtype="float32",
+)
+
+
+def size_of(available: int = 8 * GIB, **options: Any) -> CacheSize:
+    config = EngineConfig(model="m", **{"max_model_len": 1024, "block_size": 16, **options})
+    return cache_size(config, BLOCK_BYTES, CPU, lambda: None, available=lambda: available)
+
+
+def test_a_block_holds_both_k_and_v_of_all_layers() -> None:
+    cache = KVCache(MODEL, 5, 8, torch.bfloat16, CPU)
+    assert len(cache.layers) == 3
+    for layer in cache.layers:
+        assert layer.k.shape == layer.v.shape == (5, 2, 8, 16)
+        assert layer.k.dtype == torch.bfloat16
+    total = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.k, layer.v))
+    assert total == 5 * block_bytes(MODEL, 8, torch.bfloat16)
+
+
+def test_copies_read_everything_before_they_write() -> None:
+    cache = KVCache(MODEL, 5, 2, torch.float32, CPU)
+    for number, layer in enumerate(cache.layers):
+        layer.k.copy_(torch.arange(5.0)[:, None, None, None] + 10 * number)
+        layer.v.copy_(torch.arange(5.0)[:, None, None, None] + 100 + 10 * number)
+    cache.copy([0, 1, 4], [1, 2, 0])
+    for number, layer in enumerate(cache.layers):
+        expected = torch.tensor([4.0, 0.0, 1.0, 3.0, 4.0]) + 10 * number
+        assert torch.equal(layer.k, expected[:, None, None, None].expand_as(layer.k))
+        assert torch.equal(layer.v, expected[:, None, None, None].expand_as(layer.v) + 100)
+
+
+def test_an_override_binds_before_all_else() -> None:
+    size = size_of(num_gpu_blocks_override=70, kv_cache_memory_bytes=GIB)
+    assert size == CacheSize(70, "num_gpu_blocks_override = 70")
+
+
+def test_a_byte_budget() -> None:
+    size = size_of(kv_cache_memory_bytes=GIB + 5)
+    assert size == CacheSize(1024, "kv_cache_memory_bytes = 1.0 GiB")
+
+
+def test_a_quarter_of_the_free_memory() -> None:
+    assert size_of(available=2 * GIB) == CacheSize(512, "a quarter of the free memory = 512.0 MiB")
+
+
+def test_at_most_four_gibibytes_on_a_cpu() -> None:
+    assert size_of(available=100 * GIB) == CacheSize(4096, "the default of at most 4.0 GiB on a CPU")
+
+
+def test_no_more_than_the_sequences_can_use() -> None:
+    size = size_of(available=100 * GIB, max_num_seqs=3)
+    assert size == CacheSize(3 * 64, "max_num_seqs x max_model_len = 3 x 1024 tokens")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"num_gpu_blocks_override": 63},
+            "the KV cache would hold 1008 tokens (num_gpu_blocks_override = 63), less than one sequence of "
+            "'max_model_len' (1024); raise num_gpu_blocks_override to 64, or lower max_model_len",
+        ),
+        (
+            {"kv_cache_memory_bytes": 10 * BLOCK_BYTES},
+            "the KV cache would hold 160 tokens (kv_cache_memory_bytes = 10.0 MiB), less than one "
+            "sequence of 'max_model_len' (1024); set kv_cache_memory_bytes to 67108864 (64.0 MiB), or lower "
+            "max_model_len",
+        ),
+        (
+            {"available": 0},
+            "the KV cache would hold 0 tokens (a quarter of the free memory = 0.0 MiB), less than one "
+            "sequence of 'max_model_len' (1024); set kv_cache_memory_bytes to 67108864 (64.0 MiB), or lower "
+            "max_model_len",
+        ),
+    ],
+)
+def test_too_small_for_one_sequence(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        size_of(**options)
+    assert str(raised.value) == expected
+
+
+@dataclasses.dataclass
+class FakeCuda:
+    """A GPU of 80 GiB with 16 GiB of weights, on which a step takes 4 GiB more, and others hold 3 GiB."""
+
+    total: int = 80 * GIB
+    others: int = 3 * GIB
+    allocated: int = 16 * GIB
+    reserved: int = 17 * GIB  # torch's pool, some of it unused
+    peak: int = 30 * GIB  # while loading
+
+    def run_step(self) -> None:
+        self.peak = max(self.peak, self.allocated + 4 * GIB)
+        self.reserved = self.allocated + 5 * GIB
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.allocated
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total - self.reserved - self.others, self.total
+
+
+def test_a_gpu_is_profiled() -> None:
+    cuda = FakeCuda()
+    config = EngineConfig(model="m", max_model_len=131072, max_num_seqs=128, gpu_memory_utilization=0.75)
+    size = cache_size(config, BLOCK_BYTES, CUDA, cuda.run_step, cuda=cuda)
+    # 60 GiB may be used: less 16 of weights, 4 of the step, 3 of others
+    assert size == CacheSize(37 * 1024, "gpu_memory_utilization = 0.75 (37.0 GiB)")
+
+
+def test_a_gpu_without_room() -> None:
+    cuda = FakeCuda()
+    config = EngineConfig(model="m", max_model_len=1024, gpu_memory_utilization=0.25)
+    with pytest.raises(ConfigError, match=r"would hold 0 tokens .* raise gpu_memory_utilization, or lower"):
+        cache_size(config, BLOCK_BYTES, CUDA, cuda.run_step, cuda=cuda)

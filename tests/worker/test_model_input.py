@@ -1,0 +1,72 @@
+"""Tensors of one forward, out of rows and a plan."""
+
+import pytest
+import torch
+
+from octavo.protocol import Fork, NewSequence, RowSampling, Slice, StepPlan
+from octavo.worker.model_input import build_step
+from octavo.worker.rows import Rows
+from octavo_kernels import ops
+
+SAMPLING = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+LAYOUTS = (ops.KVLayout(2, 4, None, torch.device("cpu")),)
+
+
+def make_rows() -> Rows:
+    rows = Rows()
+    rows.apply(
+        StepPlan(
+            step_id=1,
+            slices=(Slice(1, 0, 6, 0, (9, 5)), Slice(2, 0, 9, 0, (2, 7, 4))),
+            new=(
+                NewSequence(1, tuple(range(10, 17)), 7, SAMPLING),
+                NewSequence(2, tuple(range(20, 30)), 10, SAMPLING),
+            ),
+        )
+    )
+    return rows
+
+
+def test_a_mixed_batch() -> None:
+    rows = make_rows()
+    plan = StepPlan(
+        step_id=2,
+        slices=(Slice(2, 9, 1, samples=(2, 3)), Slice(1, 2, 3)),
+        forks=(Fork(2, 3, SAMPLING),),
+    )
+    rows.apply(plan)
+    step = build_step(rows, plan, LAYOUTS)
+    inputs, (batch,) = step.inputs, step.inputs.attention
+    assert inputs.input_ids.tolist() == [29, 12, 13, 14]
+    assert inputs.positions.tolist() == [9, 2, 3, 4]
+    assert batch.slot_mapping.tolist() == [4 * 4 + 1, 9 * 4 + 2, 9 * 4 + 3, 5 * 4]
+    assert batch.query_start.tolist() == [0, 1, 4]
+    assert batch.context_lens.tolist() == [10, 5]
+    assert batch.block_tables.tolist() == [[2, 7, 4], [9, 5, 0]]  # as wide as the widest
+    assert inputs.sample_rows.tolist() == [0, 0]  # parent and child sample from one row of logits
+    assert step.seq_ids == (2, 3)
+    assert step.row_to_sequence.tolist() == rows.of([2, 3]).tolist()
+    dtypes = (inputs.input_ids, inputs.positions, inputs.sample_rows, batch.slot_mapping)
+    assert {tensor.dtype for tensor in dtypes} == {torch.int64}
+    assert batch.block_tables.dtype == batch.context_lens.dtype == batch.query_start.dtype == torch.int32
+
+
+def test_a_step_in_which_nobody_samples() -> None:
+    rows = make_rows()
+    step = build_step(rows, StepPlan(step_id=2, slices=(Slice(1, 0, 6),)), LAYOUTS)
+    assert step.inputs.sample_rows.shape == (0,)
+    assert step.seq_ids == ()
+
+
+def test_slots_beyond_32_bits() -> None:
+    rows = make_rows()
+    plan = StepPlan(step_id=2, slices=(Slice(1, 6, 1, 1, (2**31 - 1,), (1,)),))
+    rows.apply(plan)
+    (batch,) = build_step(rows, plan, LAYOUTS).inputs.attention
+    assert batch.slot_mapping.tolist() == [(2**31 - 1) * 4 + 2]
+
+
+def test_sampling_before_the_last_token_is_a_bug() -> None:
+    rows = make_rows()
+    with pytest.raises(AssertionError, match="before the last token"):
+        build_step(rows, StepPlan(step_id=2, slices=(Slice(1, 0, 6, samples=(1,)),)), LAYOUTS)

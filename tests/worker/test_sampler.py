@@ -1,0 +1,178 @@
+"""The sampler: frequencies, seeds, log-probabilities, and rows that cannot be sampled."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.protocol import RowSampling
+from octavo.worker.sampler import SETTINGS, SampleBatch, sample, settings_of, uniforms
+
+VOCAB = 50
+
+
+def batch_of(
+    samplings: list[RowSampling],
+    positions: list[int] | None = None,
+    forbidden: Mapping[int, tuple[int, ...]] | None = None,
+) -> SampleBatch:
+    settings = np.array([settings_of(s) for s in samplings], SETTINGS)
+    return SampleBatch(settings, np.array(positions or [0] * len(samplings)), forbidden or {})
+
+
+def sampling(temperature: float = 1.0, seed: int = 0, num_logprobs: int | None = None) -> RowSampling:
+    return RowSampling(temperature, 0, 1.0, 0.0, seed, num_logprobs)
+
+
+def logits_for(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("by", ["seed", "position"])
+def test_frequencies_with_everything_on(by: str) -> None:
+    """Chi-square of 20000 draws against the exact distribution, told apart by seeds or by positions."""
+    count = 20000
+    logits = logits_for(1)
+    probs = (logits[0].double() / 1.4).softmax(0)
+    probs[probs < 0.02 * probs.max()] = 0
+    ranked = probs.argsort(descending=True)
+    probs[ranked[12:]] = 0
+    probs /= probs.sum()
+    better = probs[ranked].cumsum(0) - probs[ranked]
+    probs[ranked[better >= 0.9]] = 0
+    expected = (probs / probs.sum() * count).numpy()
+    kept = expected > 0
+    assert 5 < kept.sum() < 12  # min-p, top-k and top-p all have something to cut
+
+    numbers = list(range(count))
+    seeds, positions = (numbers, [17] * count) if by == "seed" else ([17] * count, numbers)
+    samplings = [RowSampling(1.4, 12, 0.9, 0.02, seed) for seed in seeds]
+    drawn = sample(logits.expand(count, -1), batch_of(samplings, positions))
+    assert drawn.usable.all()
+    observed = np.bincount(drawn.token_ids, minlength=VOCAB)
+    assert observed[~kept].sum() == 0
+    chi_square = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = kept.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom), chi_square
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    logits = logits_for(64)
+    samplings = [
+        RowSampling([0.7, 1.0, 3.0][i % 3], [0, 5][i % 2], [1.0, 0.8][i // 2 % 2], 0.0, seed=i // 8)
+        for i in range(64)
+    ]
+    positions = [i % 8 for i in range(64)]
+    together = sample(logits, batch_of(samplings, positions)).token_ids
+    order = np.random.default_rng(0).permutation(64)
+    shuffled = sample(
+        logits[order], batch_of([samplings[i] for i in order], [positions[i] for i in order])
+    ).token_ids
+    assert shuffled.tolist() == together[order].tolist()
+    for i in range(64):
+        alone = sample(logits[i : i + 1], batch_of([samplings[i]], [positions[i]])).token_ids
+        assert alone[0] == together[i]
+
+
+def test_the_hash_does_not_change_between_versions() -> None:
+    """A seed in somebody's test must give the same sample after an upgrade."""
+    seeds = np.array([0, 1, 2**64 - 1, 12345], np.uint64)
+    values = uniforms(seeds, np.array([0, 0, 5, 1000]))
+    assert values.tolist() == [
+        0.6524484863740322,
+        0.36818951565166946,
+        0.20852775745463303,
+        0.4069272093469283,
+    ]
+    assert uniforms(seeds[:1], np.array([1])).tolist() != values[:1].tolist()
+
+
+def test_uniforms_are_even_and_uncorrelated() -> None:
+    grid = uniforms(np.arange(300, dtype=np.uint64).repeat(300), np.tile(np.arange(300), 300))
+    assert 0 <= grid.min() < 1e-3 < 0.999 < grid.max() < 1
+    counts, _ = np.histogram(grid, 100, (0, 1))
+    assert ((counts - 900) ** 2 / 900).sum() < 99 + 4 * np.sqrt(2 * 99)
+    table = grid.reshape(300, 300)
+    for neighbour in (table[1:, :] * table[:-1, :], table[:, 1:] * table[:, :-1]):
+        assert neighbour.mean() == pytest.approx(0.25, abs=0.004)
+
+
+def test_greedy_and_random_rows_together() -> None:
+    logits = logits_for(4)
+    samplings = [sampling(0.0), sampling(1.0, seed=5), sampling(0.0), sampling(1e-5, seed=9)]
+    token_ids = sample(logits, batch_of(samplings)).token_ids
+    best = logits.argmax(-1).numpy()
+    assert token_ids[[0, 2, 3]].tolist() == best[[0, 2, 3]].tolist()
+    assert token_ids[1] == sample(logits[1:2], batch_of([samplings[1]])).token_ids[0]
+
+
+def test_an_all_greedy_batch_never_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo_kernels.ops.sample", None)
+    logits = logits_for(5).bfloat16()
+    drawn = sample(logits, batch_of([sampling(0.0)] * 5))
+    assert drawn.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert not drawn.logprobs
+
+
+def test_unusable_rows_say_so_and_the_others_go_on() -> None:
+    logits = logits_for(6)
+    logits[1] = torch.nan
+    logits[2, 7] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 7] = torch.inf
+    samplings = [sampling(float(i % 2), num_logprobs=1) for i in range(6)]
+    drawn = sample(logits, batch_of(samplings))
+    assert drawn.usable.tolist() == [True, False, False, False, False, True]
+    assert drawn.token_ids[0] == logits[0].argmax()
+    assert drawn.logprobs.keys() == {0, 5}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_tokens_are_not_sampled(temperature: float) -> None:
+    logits = logits_for(2)
+    best = logits.argmax(-1).tolist()
+    logits[0, best[0]] = 30.0
+    samplings = [sampling(temperature, num_logprobs=1)] * 2
+    drawn = sample(logits, batch_of(samplings, forbidden={0: (best[0], 10**6)}))
+    assert drawn.token_ids[0] != best[0]
+    assert drawn.logprobs[0].token_ids[1] == best[0]  # log-probabilities are of the untouched distribution
+    assert sample(logits, batch_of(samplings)).token_ids[0] == best[0]
+    assert logits[0, best[0]] == 30.0
+    everything = sample(logits, batch_of(samplings, forbidden={1: tuple(range(VOCAB))}))
+    assert everything.usable.tolist() == [True, False]
+
+
+def test_logprobs_are_those_of_torch() -> None:
+    logits = logits_for(4).bfloat16()
+    samplings = [
+        sampling(0.0, num_logprobs=None),
+        sampling(0.0, num_logprobs=0),
+        sampling(0.0, num_logprobs=3),
+        sampling(20.0, seed=3, num_logprobs=2),  # far from the best, whatever the temperature
+    ]
+    drawn = sample(logits, batch_of(samplings))
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    assert drawn.logprobs.keys() == {1, 2, 3}
+    best = [row.argsort(descending=True, stable=True).tolist() for row in logits.float()]
+    assert drawn.logprobs[1].token_ids == (best[1][0],)
+    assert drawn.logprobs[2].token_ids == tuple(best[2][:3])
+    assert drawn.logprobs[2].ranks == (1, 2, 3)
+    chosen = int(drawn.token_ids[3])
+    assert chosen not in best[3][:2]
+    assert drawn.logprobs[3].token_ids == (chosen, *best[3][:2])
+    assert drawn.logprobs[3].ranks == (1 + int((expected[3] > expected[3, chosen]).sum()), 1, 2)
+    for row, logprobs in drawn.logprobs.items():
+        wanted = expected[row, list(logprobs.token_ids)].tolist()
+        assert logprobs.logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def test_more_logprobs_than_tokens() -> None:
+    drawn = sample(torch.tensor([[0.0, 1.0, 2.0]]), batch_of([sampling(0.0, num_logprobs=20)]))
+    assert drawn.logprobs[0].token_ids == (2, 1, 0)
+
+
+def test_nobody_samples() -> None:
+    drawn = sample(torch.empty(0, VOCAB), batch_of([]))
+    assert len(drawn.token_ids) == len(drawn.usable) == len(drawn.logprobs) == 0
