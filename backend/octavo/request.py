@@ -163,6 +163,9 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
 }
 assert set(_CONVERTERS) == {f.name for f in fields(SamplingParams)}
 
+# Every name that is a sampling parameter somewhere, whether this version has code for it or not.
+SAMPLING_NAMES = _UNSUPPORTED.union(_CONVERTERS)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

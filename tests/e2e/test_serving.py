@@ -23,16 +23,10 @@ def greedy(**more: Any) -> str:
     return json.dumps({"temperature": 0, "max_tokens": 8, **more})
 
 
-# --- the project's own repository, on the Python backend ---------------------------------------------
-
-
 def test_the_projects_own_repository_is_served(server: RunningServer) -> None:
     answer = generate(server, text_input=FRANCE, sampling_parameters=greedy(max_tokens=2))
     assert answer["text_output"] == FRANCE + " Paris."
     assert get(server, "/v2/models/llm/config")[1].count('"backend":"python"') == 1
-
-
-# --- Octavo as a backend of its own -------------------------------------------------------------------
 
 
 def test_a_repository_that_names_the_backend_needs_no_model_py(llm: RunningServer) -> None:

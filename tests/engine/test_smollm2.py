@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from octavo import Engine, SamplingParams
 from octavo.request import TextDelta
 from octavo.weights.loader import open_checkpoint

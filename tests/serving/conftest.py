@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fakes import FakeEngine, FakeTriton, Load, LoadedModel
+from fake_engine import FakeEngine
+from fakes import FakeTriton, Load, LoadedModel
 
 
 @pytest.fixture

@@ -124,7 +124,8 @@ def test_request_parameters_are_used_when_there_are_no_sampling_parameters() -> 
 
 def test_sampling_parameters_win_over_request_parameters_of_the_same_kind() -> None:
     call = generate(
-        {"temperature": 0.5, "max_tokens": "many", "octavo_priority": 1}, sampling_parameters=sampling(n=2)
+        {"temperature": 0.5, "max_tokens": "many", "best_of": 3, "octavo_priority": 1},
+        sampling_parameters=sampling(n=2),
     )
     assert call.params == SamplingParams(n=2)
     assert call.priority == 1

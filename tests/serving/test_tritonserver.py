@@ -30,9 +30,6 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-# --- configuration ---------------------------------------------------------------------------------
-
-
 def test_the_configuration_is_completed_from_the_table(glue: ModuleType) -> None:
     config = glue.TritonPythonModel.auto_complete_config(real_model_config({})).as_dict()
     assert [entry["name"] for entry in config["input"]] == [spec.name for spec in codec.INPUTS]
@@ -95,9 +92,6 @@ def test_a_missing_model_json_is_named(glue: ModuleType, tmp_path: Path) -> None
     }
     with pytest.raises(TritonModelException, match=r"1/model\.json cannot be read: .*No such file"):
         glue.TritonPythonModel().initialize(args)
-
-
-# --- results ---------------------------------------------------------------------------------------
 
 
 def test_a_request_without_streaming_gets_exactly_one_response(llm: LoadedModel) -> None:
@@ -163,9 +157,6 @@ def test_a_long_prompt_does_not_stall_the_others(llm: LoadedModel) -> None:
     assert not long.sender.closed.is_set()
     llm.engine.tokenizer.released.set()
     assert long.sender.texts() == [["abcdefghijklmnop"]]
-
-
-# --- errors ----------------------------------------------------------------------------------------
 
 
 def test_a_bad_request_gets_its_error_and_the_others_are_untouched(llm: LoadedModel) -> None:
@@ -237,9 +228,6 @@ def test_a_request_that_the_server_has_lost_is_dropped_and_no_other(
     assert triton.log().count("the server does not know it any more") == 1
 
 
-# --- cancellation ----------------------------------------------------------------------------------
-
-
 def test_a_cancelled_request_frees_the_engine_and_gets_one_final_error(llm: LoadedModel) -> None:
     request = llm.ask(text_input="a", stream=True, sampling_parameters=ENDLESS)
     wait_until(lambda: request.sender.responses)
@@ -278,9 +266,6 @@ def test_cancelling_an_unknown_id_is_not_found(llm: LoadedModel) -> None:
     error = llm.ask("ghost", cancel_request_id="ghost").sender.error()
     assert error.code == "NOT_FOUND"
     assert error.message.startswith("[NOT_FOUND] no open request has the id 'ghost'")
-
-
-# --- the end ---------------------------------------------------------------------------------------
 
 
 def test_finalize_answers_everyone_wherever_they_are(load: Load) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import InvalidArgument
-from octavo.request import SamplingParams
+from octavo.request import SAMPLING_NAMES, SamplingParams
 from octavo.serving import strict_json
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -73,7 +73,6 @@ _RESERVED = frozenset(
     "binary_data shared_memory_region shared_memory_byte_size shared_memory_offset classification".split()
 )
 _RESERVED_PREFIX = "triton_"
-_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def parse(inputs: Tensors, parameters: str = "") -> Generate | Cancel:
     if sampling is None:
         params = SamplingParams.parse(other)
     else:
-        for name in other.keys() - _SAMPLING:
+        for name in other.keys() - SAMPLING_NAMES:
             SamplingParams.parse({name: None})  # says what is wrong with the name
         params = SamplingParams.parse(strict_json.load_object(sampling, "sampling_parameters"))
     return Generate(
