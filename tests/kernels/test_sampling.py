@@ -70,6 +70,28 @@ def test_sample_inverts_the_exact_distribution(
     assert float((shares - expected).abs().max()) <= 1.5 / count
 
 
+def test_top_p_is_a_share_of_what_top_k_leaves_also_beyond_the_first_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten probable tokens, and a long tail that holds half of everything but is cut by top-k."""
+    monkeypatch.setattr(reference_sampling, "_CANDIDATES", (8, 64))
+    ranks = torch.arange(1000)
+    logits = torch.where(ranks < 10, 4.4, 0.0) - ranks * 1e-4
+    settings = (1.0, 100, 0.3, 0.0)
+    shares = evenly_drawn(logits, settings, 4000)
+    expected = exact_distribution(logits, *settings)
+    assert int((expected > 0).sum()) == 4
+    assert float((shares - expected).abs().max()) <= 1.5 / 4000
+
+
+def test_a_point_at_the_very_end_falls_on_the_last_token_that_weighs_anything() -> None:
+    """The point inside a tile is a quotient, which may round to one."""
+    weights = torch.tensor([[0.0, 1.0, 2.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
+    index, through = reference_sampling._invert(weights, torch.ones(2, dtype=torch.float64))
+    assert index.tolist() == [2, 0]
+    assert through.tolist() == [1.0, 1.0]
+
+
 def test_the_first_and_last_point_fall_on_tokens_that_can_be_sampled() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf, -torch.inf]]).repeat(2, 1)
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)

@@ -157,6 +157,19 @@ def test_the_reason_why_a_model_does_not_load_is_one_line(
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["octavo", "vllm"])
+def test_octavo_is_a_backend_under_each_name_asked_for(backend: str, tmp_path: Path) -> None:
+    """A repository without any model.py reaches Octavo's own code, which misses the engine's arguments."""
+    version = tmp_path / "repository/llm/1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(f'backend: "{backend}"\n')
+    with (
+        start(version.parents[1], tmp_path / "log", backend_names=("octavo", "vllm")) as server,
+        pytest.raises(LaunchError, match=r"^the model 'llm' cannot be loaded: .*model\.json cannot be read"),
+    ):
+        server.wait_ready(READY_TIMEOUT_S)
+
+
 def test_an_option_that_tritonserver_does_not_know_is_named(tmp_path: Path) -> None:
     repository = make_toy_repository(tmp_path / "repository")
     with (

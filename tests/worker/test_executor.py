@@ -159,6 +159,12 @@ def test_what_an_operator_is_told(folder: Path) -> None:
     assert executor.kv_limit == "kv_cache_memory_bytes = 1.0 MiB"
 
 
+def test_a_cache_that_cannot_be_allocated(folder: Path) -> None:
+    expected = r"KV cache of 12288.0 GiB \(num_gpu_blocks_override = 1073741824\) cannot be allocated"
+    with pytest.raises(ConfigError, match=expected):
+        make_executor(folder, num_gpu_blocks_override=2**30)
+
+
 def test_the_number_of_threads(folder: Path) -> None:
     before = torch.get_num_threads()
     try:

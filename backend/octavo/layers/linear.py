@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.quant.base import Scheme
+from octavo_kernels import host_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Placement:
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return host_memory.empty(shape, self.dtype, self.device)
 
 
 class Linear:

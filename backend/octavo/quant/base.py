@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.quant import packing
+from octavo_kernels import host_memory
 
 
 class Weight(Protocol):
@@ -40,7 +41,7 @@ class DenseWeight:
     """Every number of it, in the activations' type; on a CPU packed for the matrix product, if it can be."""
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._weight = host_memory.empty((out_features, in_features), dtype, device)
         self._is_packed = False
 
     def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:

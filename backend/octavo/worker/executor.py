@@ -11,6 +11,7 @@ from octavo.models.registry import build_model
 from octavo.protocol import SequenceResult, StepPlan, StepResult
 from octavo.weights.loader import Checkpoint, load_weights
 from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
+from octavo.worker.memory import readable
 from octavo.worker.model_input import Step, build_step
 from octavo.worker.model_runner import ModelRunner, run_largest_step
 from octavo.worker.rows import Rows
@@ -49,7 +50,13 @@ class LocalExecutor:
         size = cache_size(config, self.block_bytes, device, profile)
         self.num_blocks = size.num_blocks
         self.kv_limit = size.limit
-        cache = cache_of(size.num_blocks)
+        try:
+            cache = cache_of(size.num_blocks)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"the KV cache of {readable(size.num_blocks * self.block_bytes)} ({size.limit}) cannot be "
+                f"allocated: {error}; lower kv_cache_memory_bytes or num_gpu_blocks_override"
+            ) from error
         self._layouts = cache.layouts
         self._runner = ModelRunner(model, cache)
         self._rows = Rows()

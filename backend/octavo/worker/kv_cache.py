@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.layers.inputs import LayerCache
 from octavo.models.model_config import ModelConfig
 from octavo.worker.memory import available_bytes, readable
-from octavo_kernels import ops
+from octavo_kernels import host_memory, ops
 
 _CPU_SHARE = 4  # of the memory that is free, one part in so many
 _CPU_MOST_BYTES = 4 * 2**30
@@ -31,7 +31,7 @@ class KVCache:
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
-        self._data = torch.empty(shape, dtype=dtype, device=device)
+        self._data = host_memory.empty(shape, dtype, device)
         self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data]
         self.layouts = (ops.KVLayout(config.num_kv_heads, block_size, None, device),)  # by KV group
 
