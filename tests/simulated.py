@@ -106,7 +106,7 @@ class SimulatedExecutor:
         for position in range(start):
             assert self._slots[slots[position]] == digests[position], f"sequence {seq_id}, token {position}"
         for position in range(start, start + length):
-            self._slots[slots[position]] = digests[position]
+            self._slots[slots[position]] = None if seq_id in self.nan_rows else digests[position]
         self.computed_tokens += length
 
 

@@ -1,7 +1,7 @@
 """The engine's configuration: vLLM's argument names, one frozen object, built once by `resolve`.
 
-Values that depend on the model (`max_model_len`, what `auto` means) are filled in by the engine with
-`for_model`, once, before anything else is built.
+What depends on the model, `max_model_len`, is filled in by the engine with `for_model`, once, before anything
+else is built. What `auto` means is for the part that it concerns to say.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 # vLLM's arguments that mean nothing here. They are taken and named once in the log.
 IGNORED = frozenset(
-    "disable_log_requests disable_log_stats trust_remote_code enforce_eager worker_use_ray engine_use_ray "
+    "served_model_name disable_log_requests disable_log_stats trust_remote_code enforce_eager "
+    "worker_use_ray engine_use_ray "
     "distributed_executor_backend max_seq_len_to_capture use_v2_block_manager num_scheduler_steps "
     "multi_step_stream_outputs disable_custom_all_reduce download_dir load_format revision code_revision "
     "tokenizer_revision tokenizer_mode tokenizer_pool_size swap_space cpu_offload_gb preemption_mode "
@@ -52,7 +53,6 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
-    served_model_name: str | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:

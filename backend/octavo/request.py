@@ -15,7 +15,8 @@ FinishReason = Literal["stop", "length"]
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1000  # of each
+MAX_STOP_CHARS = 4096  # of all together
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 
 # Names of vLLM's that this version has no code for; they are refused by name rather than ignored.
@@ -62,9 +63,15 @@ class SamplingParams:
         require(-1 <= self.top_k < 2**31, "top_k", "-1 or 0 (off), or 1 and more")
         require(0 <= self.min_p <= 1, "min_p", "0 to 1")
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "an integer of 64 bits")
-        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-        allowed = f"strings of 1 to {MAX_STOP_CHARS} characters"
-        require(all(1 <= len(text) <= MAX_STOP_CHARS for text in self.stop), "stop", allowed)
+        require(all(self.stop), "stop", "strings that are not empty")
+        require(
+            len(self.stop) <= MAX_STOP_STRINGS and sum(map(len, self.stop)) <= MAX_STOP_CHARS,
+            "stop",
+            f"at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together",
+        )
+        require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}"
+        )
         require(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "token ids, 0 and more")
         require(1 <= self.max_tokens < 2**31, "max_tokens", "1 and more")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens ({self.max_tokens})")
@@ -145,23 +152,15 @@ _EXPECTED: dict[Callable[[Any], Any], str] = {
     _strings: "a string or a list of strings",
     _ints: "a list of integers",
 }
-_CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "n": _int,
-    "temperature": _float,
-    "top_p": _float,
-    "top_k": _int,
-    "min_p": _float,
-    "seed": _int,
-    "stop": _strings,
-    "stop_token_ids": _ints,
-    "include_stop_str_in_output": _bool,
-    "ignore_eos": _bool,
-    "max_tokens": _int,
-    "min_tokens": _int,
-    "logprobs": _int,
-    "skip_special_tokens": _bool,
+_BY_TYPE: dict[Any, Callable[[Any], Any]] = {
+    int: _int,
+    int | None: _int,
+    float: _float,
+    bool: _bool,
+    tuple[str, ...]: _strings,
+    tuple[int, ...]: _ints,
 }
-assert set(_CONVERTERS) == {f.name for f in fields(SamplingParams)}
+_CONVERTERS = {f.name: _BY_TYPE[f.type] for f in fields(SamplingParams)}
 
 # Every name that is a sampling parameter somewhere, whether this version has code for it or not.
 SAMPLING_NAMES = _UNSUPPORTED.union(_CONVERTERS)

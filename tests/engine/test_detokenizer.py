@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.engine.detokenizer import Detokenizer, Piece
 from octavo.engine.gguf_tokenizer import build_tokenizer
-from octavo.engine.stop_strings import StopStrings
+from octavo.engine.stop_strings import StopMatcher
 from octavo.engine.tokenizer import Tokenizer
 from octavo.request import SamplingParams
 from tiny_gguf import byte_level_metadata, sentence_piece_metadata
@@ -308,7 +308,7 @@ def test_whole_text_never_shows_a_replacement(text: str) -> None:
     parts=st.lists(st.text(alphabet="abc", max_size=6), max_size=8),
 )
 def test_the_automaton_finds_what_a_search_finds(strings: list[str], parts: list[str]) -> None:
-    stops, text = StopStrings(strings), ""
+    stops, text = StopMatcher(tuple(strings)), ""
     for part in parts:
         rest = part
         while found := stops.feed(rest):

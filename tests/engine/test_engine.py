@@ -234,17 +234,48 @@ def test_a_failing_step_fails_its_own_requests_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deltas: list[TextDelta] = []
+    others: list[TextDelta] = []
     greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     before = engine.generate([PROMPTS[3]], greedy)[0].outputs[0].token_ids
     engine.add(engine.make_request("r", PROMPTS[3], greedy), deltas.append)
     engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(engine._executor._runner, "run", lambda *_: 1 / 0)
+        engine._scheduler._admission.take = lambda *_: None  # type: ignore[method-assign]
+        engine.add(engine.make_request("waits", PROMPTS[3], greedy), others.append)
         engine.step()
+    del engine._scheduler._admission.take  # type: ignore[method-assign]
     assert isinstance(deltas[-1].error, StepFailed)
     assert deltas[-1].request_finished
-    assert not engine.has_work
+    assert others == []
+    while engine.has_work:
+        engine.step()
+    assert [token for delta in others for token in delta.token_ids] == before
     assert engine.generate([PROMPTS[3]], greedy)[0].outputs[0].token_ids == before
+
+
+def test_answer_all_answers_everyone_whatever_state_the_scheduler_is_in(folder: Path, reference: Any) -> None:
+    broken = build(folder)
+    deltas: list[TextDelta] = []
+    for name in "ab":
+        broken.add(broken.make_request(name, PROMPTS[1]), deltas.append)
+    broken._scheduler = None  # type: ignore[assignment]
+    broken.answer_all(StepFailed("broken"))
+    assert [(d.request_id, str(d.error), d.request_finished) for d in deltas] == [
+        ("a", "broken", True),
+        ("b", "broken", True),
+    ]
+
+
+def test_min_tokens_puts_off_the_end(engine: Engine) -> None:
+    free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    last = engine.generate([PROMPTS[2]], free)[0].outputs[0].token_ids[0]
+    stop = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "stop_token_ids": (last,)}
+    (at_once,) = engine.generate([PROMPTS[2]], SamplingParams(**stop))
+    (later,) = engine.generate([PROMPTS[2]], SamplingParams(**stop, min_tokens=4))
+    assert at_once.outputs[0].token_ids == [last]
+    assert len(later.outputs[0].token_ids) > 4
+    assert last not in later.outputs[0].token_ids[:4]
 
 
 def test_generate_raises_what_is_wrong_with_a_prompt_before_anything_runs(engine: Engine) -> None:
@@ -258,6 +289,8 @@ def test_generate_raises_what_is_wrong_with_a_prompt_before_anything_runs(engine
         engine.generate([[-1]])
     with pytest.raises(InvalidArgument, match=r"2 prompts, but 1 sampling"):
         engine.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidArgument, match="give a list of prompts"):
+        engine.generate("a")
     assert not engine.has_work
 
 

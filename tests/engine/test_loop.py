@@ -29,6 +29,8 @@ class FakeEngine:
     def add(self, request: Request, sink: Any) -> None:
         if request.id == "bad":
             raise InvalidArgument("bad")
+        if request.id == "bug":
+            raise KeyError("bug")
         self.open[request.id] = ([len(request.prompt_token_ids)], sink)
 
     def step(self) -> bool:
@@ -116,6 +118,14 @@ def test_a_request_that_the_engine_refuses_gets_its_error(loop: EngineLoop) -> N
     sink = Sink()
     loop.submit(request("bad", 1), sink)
     assert isinstance(sink.last().error, InvalidArgument)
+
+
+def test_a_bug_in_adding_a_request_is_that_request_s_error_only(loop: EngineLoop) -> None:
+    bug, next_one = Sink(), Sink()
+    loop.submit(request("bug", 1), bug)
+    loop.submit(request("r", 1), next_one)
+    assert "could not be added: KeyError('bug')" in str(bug.last().error)
+    assert next_one.last().error is None
 
 
 def test_stop_lets_requests_in_flight_finish(loop: EngineLoop) -> None:

@@ -254,6 +254,28 @@ def test_a_row_with_an_error_ends_alone() -> None:
     assert run.scheduler.num_running == 1
 
 
+def test_what_a_row_with_an_error_wrote_is_never_reused() -> None:
+    run = Run()
+    (bad,) = run.add(list(range(30)), max_tokens=3)
+    run.executor.nan_rows.add(bad)
+    run.drain()
+    assert run.tokens[bad] == []
+    (good,) = run.add(list(range(30)), max_tokens=3)
+    run.drain()
+    run.check(good)
+    assert run.scheduler.counters.prefix_hits == 0
+
+
+def test_an_end_token_before_min_tokens_does_not_end_a_sequence_and_is_masked_for_the_worker() -> None:
+    run = Run(eos=(9,))
+    (seq_id,) = run.add([1, 2], max_tokens=10, min_tokens=2, stop_token_ids=(4,))
+    plan = run.scheduler.schedule()
+    assert plan is not None
+    assert (plan.new[0].sampling.min_tokens, plan.new[0].sampling.stop_ids) == (2, (4, 9))
+    (out,) = run.scheduler.update(plan, StepResult(1, (SequenceResult(seq_id, (5, 6, 9)),)))
+    assert (out.token_ids, out.finish_reason) == ((5, 6, 9), "stop")
+
+
 def test_several_tokens_in_one_result_are_cut_at_the_end_of_the_sequence() -> None:
     run = Run(eos=(9,))
     (seq_id,) = run.add([1, 2], max_tokens=10)

@@ -172,9 +172,9 @@ def test_a_stop_string_over_several_tokens_is_never_shown(engine: Engine) -> Non
     assert sum(len(delta.token_ids) for delta in deltas) > len(engine.tokenizer.encode(text))
 
 
-def test_bfloat16_agrees_with_float32_on_most_tokens(engine: Engine, prompts: list[list[int]]) -> None:
+def test_bfloat16_agrees_with_float32_on_most_first_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     some = prompts[:24]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     half = Engine({"model": MODEL, "dtype": "bfloat16", "max_model_len": 1024})
     pairs = zip(half.generate(some, params), engine.generate(some, params), strict=True)
     same = sum(a.outputs[0].token_ids[0] == b.outputs[0].token_ids[0] for a, b in pairs)

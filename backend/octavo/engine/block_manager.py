@@ -143,6 +143,11 @@ class BlockManager:
                 self._cached[digest] = seq.block_table[index]
         seq.num_committed_blocks = full
 
+    def distrust(self, seq: Sequence) -> None:
+        """Takes a sequence's blocks out of the prefix cache: what they hold may be wrong (a NaN)."""
+        for block_id in seq.block_table:
+            self._uncache(self._blocks[block_id])
+
     def free(self, seq: Sequence) -> None:
         for block_id in reversed(seq.block_table):
             self._release(block_id)
@@ -184,11 +189,14 @@ class BlockManager:
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
+        self._uncache(block)
+        block.ref_count = 1
+        return block_id
+
+    def _uncache(self, block: Block) -> None:
         if block.hash is not None:
             del self._cached[block.hash]
             block.hash = None
-        block.ref_count = 1
-        return block_id
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._caching:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.engine.stop_strings import StopStrings
+from octavo.engine.stop_strings import StopMatcher
 from octavo.engine.tokenizer import Tokenizer
 from octavo.request import SamplingParams
 
@@ -47,7 +47,7 @@ class Detokenizer:
         self._skip_special = params.skip_special_tokens
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._stops = StopStrings(params.stop) if params.stop else None
+        self._stops = StopMatcher(params.stop) if params.stop else None
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._prompt_is_half = False  # whether the bytes that the decoder holds are all the prompt's
         self._strip_space = self._vocabulary.strips_first_space

@@ -22,7 +22,7 @@ from octavo.errors import Cancelled, InvalidArgument, OctavoError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.protocol import StepPlan
 from octavo.request import Request, SamplingParams, Sink
-from octavo.weights.loader import Checkpoint, open_checkpoint
+from octavo.weights.loader import open_checkpoint
 from octavo.worker.executor import LocalExecutor
 
 log = logging.getLogger("octavo")
@@ -45,7 +45,8 @@ class Engine:
         self._blocks = BlockManager(
             self._executor.num_blocks, config.block_size, config.enable_prefix_caching
         )
-        self._scheduler = Scheduler(config, self._blocks, self._eos_token_ids(checkpoint))
+        eos = self.tokenizer.eos_token_ids or self.model_config.eos_token_ids
+        self._scheduler = Scheduler(config, self._blocks, eos)
         self._deliveries: dict[str, Delivery] = {}  # by request id
         self._by_sequence: dict[int, Delivery] = {}
         self._finished: Counter[str] = Counter()
@@ -91,11 +92,14 @@ class Engine:
         has `request_finished`. Raises `InvalidArgument`; then the sink is never called."""
         if request.id in self._deliveries:
             raise InvalidArgument(f"a request with id '{request.id}' is already here")
-        sequences = self._scheduler.add(request)
-        delivery = Delivery(request, sink, self.tokenizer, [seq.id for seq in sequences])
+        seq_ids = [seq.id for seq in self._scheduler.add(request)]
+        try:
+            delivery = Delivery(request, sink, self.tokenizer, seq_ids)
+        except Exception:
+            self._scheduler.finish(*seq_ids)
+            raise
         self._deliveries[request.id] = delivery
-        for seq in sequences:
-            self._by_sequence[seq.id] = delivery
+        self._by_sequence.update((seq_id, delivery) for seq_id in seq_ids)
 
     def abort(self, request_id: str, error: OctavoError | None = None) -> bool:
         """Ends a request with an error, `Cancelled` if none is given. False when it is not here any more."""
@@ -174,13 +178,6 @@ class Engine:
         """Continues all prompts together and returns them in order. See `octavo.engine.offline`."""
         return generate(self, prompts, params, progress)
 
-    def _eos_token_ids(self, checkpoint: Checkpoint) -> set[int]:
-        """The generation config decides; what the model and the tokenizer say is asked only without it."""
-        eos = checkpoint.generation_config().get("eos_token_id")
-        if eos is None:
-            return {*self.model_config.eos_token_ids, *self.tokenizer.eos_token_ids}
-        return {eos} if isinstance(eos, int) else set(eos)
-
     def _deliver(self, delivery: Delivery, output: SequenceOutput) -> None:
         try:
             reason = delivery.deliver(output)
@@ -203,7 +200,7 @@ class Engine:
                 self.abort(delivery.request.id, error)
 
     def _forget(self, delivery: Delivery) -> None:
-        del self._deliveries[delivery.request.id]
         self._scheduler.finish(*delivery.seq_ids)
         for seq_id in delivery.seq_ids:
             self._by_sequence.pop(seq_id, None)
+        del self._deliveries[delivery.request.id]  # last: whoever is in here still gets an answer

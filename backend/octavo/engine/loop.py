@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("octavo")
 
+STEP_S = 5.0  # the longest that a step may take when the engine is to stop
 _POLL_S = 1.0  # how long an idle engine thread sleeps at most; the inbox wakes it earlier
 
 
@@ -54,13 +55,18 @@ class EngineLoop:
         self._inbox.put(lambda: self._abort(request_id))
 
     def stop(self, timeout_s: float) -> None:
-        """Refuses new requests, lets those in flight finish for `timeout_s`, answers the rest, joins."""
+        """Refuses new requests, lets those in flight finish for `timeout_s`, answers the rest, joins.
+
+        A step that hangs is not waited for longer than `STEP_S` beyond that; its requests are not answered.
+        """
         closed = Unavailable("the server is shutting down; send the request to another one")
         with self._lock:
             self._closed = self._closed or closed
         self._inbox.put(lambda: self._end_at(time.monotonic() + timeout_s))
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s + STEP_S)
+        if self._thread.is_alive():
+            log.error("the engine's step hangs; given up after %.0f s", timeout_s + STEP_S)
 
     def _run(self) -> None:
         try:
@@ -95,6 +101,10 @@ class EngineLoop:
             self._engine.add(request, sink)
         except OctavoError as error:
             sink(TextDelta(request.id, error=error, request_finished=True))
+        except Exception as error:
+            log.exception("request %s could not be added", request.id)
+            failure = OctavoError(f"the request could not be added: {error!r}")
+            sink(TextDelta(request.id, error=failure, request_finished=True))
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort(request_id)

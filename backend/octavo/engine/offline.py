@@ -45,6 +45,8 @@ def generate(
 ) -> list[Completion]:
     """Continues all prompts together. `params` is one for all or one for each; `progress` shows a bar, by
     default on a terminal. Raises `InvalidArgument` before anything runs, and a request's own error."""
+    if isinstance(prompts, str):
+        raise InvalidArgument("'prompts' is a string; give a list of prompts")
     prompts = list(prompts)
     each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(prompts):

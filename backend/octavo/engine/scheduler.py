@@ -125,6 +125,7 @@ class Scheduler:
         self._num_requests += 1
         sequences = []
         stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos)
+        masked = tuple(sorted(stop_ids)) if params.min_tokens else ()
         for index in range(params.n):
             self._num_sequences += 1
             sequences.append(
@@ -133,7 +134,7 @@ class Scheduler:
                     request=request,
                     index=index,
                     arrival=self._num_requests,
-                    sampling=_row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, stop_ids),
+                    sampling=_row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, masked),
                     stop_ids=stop_ids,
                     token_ids=list(request.prompt_token_ids),
                 )
@@ -175,9 +176,13 @@ class Scheduler:
                 if seq is None:  # finished or aborted while the step was in flight
                     continue
                 seq.num_computed_tokens = piece.start + piece.length
-                self._blocks.commit(seq)
-                if piece.samples:
-                    outputs.append(self._take_result(seq, results[seq_id]))
+                sampled = results[seq_id] if piece.samples else None
+                if sampled and sampled.error:
+                    self._blocks.distrust(seq)
+                else:
+                    self._blocks.commit(seq)
+                if sampled:
+                    outputs.append(self._take_result(seq, sampled))
         self.finish(*(out.seq_id for out in outputs if out.finish_reason or out.error))
         return outputs
 
@@ -289,12 +294,11 @@ class Scheduler:
                 reason = "length"
             if reason:
                 break
-        seq.finish_reason = reason
         self.counters.generation_tokens += taken
         return SequenceOutput(seq.id, result.token_ids[:taken], result.logprobs[:taken], reason, by_token)
 
 
-def _row_sampling(request: Request, seed: int, stop_ids: frozenset[int]) -> RowSampling:
+def _row_sampling(request: Request, seed: int, stop_ids: tuple[int, ...]) -> RowSampling:
     params = request.params
     return RowSampling(
         temperature=params.temperature,
@@ -304,5 +308,5 @@ def _row_sampling(request: Request, seed: int, stop_ids: frozenset[int]) -> RowS
         seed=seed,
         num_logprobs=0 if request.cumulative_logprob and params.logprobs is None else params.logprobs,
         min_tokens=params.min_tokens,
-        stop_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        stop_ids=stop_ids,
     )

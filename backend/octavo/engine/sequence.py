@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from octavo.protocol import RowSampling
-from octavo.request import FinishReason, Request
+from octavo.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,6 @@ class Sequence:
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as anyone asked
     num_committed_blocks: int = 0  # leading blocks of the table whose hashes are published
-    finish_reason: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:

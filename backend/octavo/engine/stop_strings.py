@@ -1,4 +1,5 @@
-"""Finds stop strings in a text that arrives in pieces. Used by `engine.detokenizer`, one for a sequence.
+"""Finds stop strings in a text that arrives in pieces. Used by `engine.detokenizer`: the strings are compiled
+once, and each sequence has a `StopMatcher`.
 
 All strings are searched for at once by the automaton of Aho and Corasick (1975). Its state after a
 character is the longest beginning of any stop string that the text ends with; the length of that is
@@ -7,10 +8,11 @@ exactly what must be held back, since it may still become a stop string.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
-    """Takes text by `feed`. Cost: constant for a character, whatever the number of strings."""
+    """The automaton. Immutable. A node stands for the beginning of a stop string; node 0 for none."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]  # the trie; node 0 is the root
@@ -19,7 +21,6 @@ class StopStrings:
         for string in strings:
             self._insert(string)
         self._fallback = self._fallbacks()
-        self._node = 0
 
     def _insert(self, string: str) -> None:
         node = 0
@@ -51,13 +52,37 @@ class StopStrings:
             node = fallback[node]
         return self._next[node].get(character, 0)
 
-    @property
-    def num_held_chars(self) -> int:
-        """How much of the end of the text fed so far may still become a stop string."""
-        node = self._node
+    def step(self, node: int, character: str) -> int:
+        return self._step(node, character, self._fallback)
+
+    def completed(self, node: int) -> int:
+        """The length of the longest string that ends here, or 0."""
+        return self._found[node]
+
+    def num_held_chars(self, node: int) -> int:
+        """How many characters before this node may still become a stop string."""
         while node and not self._next[node]:  # a stop string that its caller passed over: it becomes no more
             node = self._fallback[node]
         return self._depth[node]
+
+
+@lru_cache(maxsize=64)
+def compiled(strings: tuple[str, ...]) -> StopStrings:
+    """Shared by a request's sequences, and by requests that stop at the same strings."""
+    return StopStrings(strings)
+
+
+class StopMatcher:
+    """Takes text by `feed`. Cost: constant for a character, whatever the number of strings."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._stops = compiled(strings)
+        self._node = 0
+
+    @property
+    def num_held_chars(self) -> int:
+        """How much of the end of the text fed so far may still become a stop string."""
+        return self._stops.num_held_chars(self._node)
 
     def feed(self, text: str) -> tuple[int, int] | None:
         """Goes on with `text` up to the first stop string that is completed in it.
@@ -65,11 +90,8 @@ class StopStrings:
         Returns (end, length): where in `text` it ends, and how long it is (it may have begun in an earlier
         piece). Of several that end there, the longest. None when there is none.
         """
-        node = self._node
         for i, character in enumerate(text):
-            node = self._step(node, character, self._fallback)
-            if self._found[node]:
-                self._node = node
-                return i + 1, self._found[node]
-        self._node = node
+            self._node = self._stops.step(self._node, character)
+            if length := self._stops.completed(self._node):
+                return i + 1, length
         return None

@@ -49,7 +49,8 @@ def serve(
         Path, typer.Option(help="Installed server to use; the nvidia-pytriton package's when it has none.")
     ] = installation.INSTALLED,
     exit_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds that requests in flight get when the server is stopped.")
+        int,
+        typer.Option(min=0, help="Seconds to stop in; two thirds are for requests in flight."),
     ] = 30,
     log_verbose: Annotated[int, typer.Option(min=0, help="Triton's verbose log level.")] = 0,
     log_file: Annotated[

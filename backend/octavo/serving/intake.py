@@ -92,7 +92,8 @@ class Intake:
 
     def _prepare(self, request: OpenRequest) -> None:
         tensors, request.tensors = request.tensors, {}
-        call = codec.parse(tensors, request.parameters)
+        parameters, request.parameters = request.parameters, ""
+        call = codec.parse(tensors, parameters)
         if isinstance(call, codec.Cancel):
             self._cancel_named(call.request_id, request)
             return

@@ -27,6 +27,8 @@ from octavo.serving.server_log import ServerLog
 
 SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.05
+_MODEL_SHARE = 2 / 3  # of the exit timeout is a model's for its requests; the rest is for unloading
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is in between
 _KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
 _LOADING_GRACE_S = 2.0  # a server that still loads has nothing in flight, and does not listen
 _DEAD_STUB_S = 3.0  # the server notices most deaths by itself within a second
@@ -144,7 +146,10 @@ class RunningServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=installation.environment(server),
+                    env={
+                        **installation.environment(server),
+                        "OCTAVO_SHUTDOWN_TIMEOUT_S": str(options.exit_timeout_s * _MODEL_SHARE),
+                    },
                     start_new_session=True,
                 )
         except OSError as error:
@@ -154,7 +159,7 @@ class RunningServer:
     def is_ready(self) -> bool:
         """Whether the server and every model it was told to load take requests."""
         try:
-            with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=2) as answer:
+            with _DIRECT.open(f"http://{self.http}/v2/health/ready", timeout=2) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

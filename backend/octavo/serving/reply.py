@@ -94,11 +94,6 @@ class Reply:
                 raise AssertionError(name)
 
 
-def empty_reply() -> Tensors:
-    """The one response to a request that generates nothing, such as one that cancels another."""
-    return {"text_output": strings([""])}
-
-
 def strings(values: Iterable[str]) -> NDArray[np.object_]:
     """A STRING tensor, [number of values]."""
     return np.array([value.encode() for value in values], np.object_)

@@ -8,6 +8,7 @@ main thread, which never waits for anything here. See `intake`, `outbox` and `se
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from octavo.serving.triton_metrics import TritonMetrics
 log = logging.getLogger("octavo")
 
 SHUTDOWN_TIMEOUT_S = 20.0  # Triton's own, --exit-timeout-secs, is 30 by default
+# The launcher says here how long, since Triton does not pass its own deadline on.
+SHUTDOWN_TIMEOUT_VARIABLE = "OCTAVO_SHUTDOWN_TIMEOUT_S"
 _JOIN_S = 5.0  # for threads that have nothing left to do
 
 
@@ -102,6 +105,10 @@ class TritonPythonModel:
                 log.exception("request %s could not be read", opened)
                 self._outbox.fail(opened, OctavoError(f"the request could not be read: {error!r}"))
 
+    def is_ready(self) -> bool:
+        """Asked by servers of 2026 and newer before they call the model ready."""
+        return not self._draining and self._loop.failure is None
+
     def finalize(self) -> None:
         """Answers everyone and ends every thread. Triton calls it after the last response, if it can."""
         self._shutdown_signal.close()
@@ -123,8 +130,7 @@ class TritonPythonModel:
         self._loop.stop(self._shutdown_timeout_s)
 
     def _update_metrics(self) -> None:
-        ready = not self._draining and self._loop.failure is None
-        self._metrics.update(self._engine.stats(), ready)
+        self._metrics.update(self._engine.stats(), self.is_ready())
 
 
 class _Channel:
@@ -172,23 +178,22 @@ def _engine_arguments(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     for key in ("model", "tokenizer"):
         value = arguments.get(key)
-        if isinstance(value, str) and value and "://" not in value:
+        if isinstance(value, str) and value and "://" not in value and not value.startswith("~"):
             arguments[key] = str(path.parent / value)  # which an absolute path survives
     return arguments
 
 
 def _shutdown_timeout_s(config: Mapping[str, Any]) -> float:
-    """From the parameter of that name in config.pbtxt. Raises `ConfigError`."""
-    entry = config.get("parameters", {}).get("shutdown_timeout_s")
-    if entry is None:
-        return SHUTDOWN_TIMEOUT_S
+    """From the parameter of that name in config.pbtxt, or the launcher. Raises `ConfigError`."""
+    entry = config.get("parameters", {}).get("shutdown_timeout_s", {})
+    value = entry.get("string_value") or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE) or SHUTDOWN_TIMEOUT_S
     try:
-        seconds = float(entry["string_value"])
+        seconds = float(value)
         if 0 <= seconds < 86400:
             return seconds
     except ValueError:
         pass
     raise ConfigError(
-        f"parameter 'shutdown_timeout_s' is {entry['string_value']!r}; allowed: 0 to 86400 seconds, and less "
+        f"parameter 'shutdown_timeout_s' is {value!r}; allowed: 0 to 86400 seconds, and less "
         "than the server's --exit-timeout-secs"
     )

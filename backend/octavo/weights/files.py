@@ -18,11 +18,11 @@ def resolve_model_path(model: str) -> Path:
     anything else is a path, `~` allowed. Raises `ConfigError` when there is nothing there.
     """
     if not model.startswith(_PACKAGE_SCHEME):
-        path = Path(model).expanduser()
         try:
+            path = Path(model).expanduser()
             if path.exists():
                 return path
-        except (OSError, ValueError) as error:  # a name too long, or one with a NUL
+        except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or `~` of nobody
             raise ConfigError(f"'model' is {model[:200]!r}, which is not a usable path: {error}") from None
         raise ConfigError(
             f"'model' is {model[:200]!r}: no such file or folder; give a GGUF file, a Hugging Face folder or "
