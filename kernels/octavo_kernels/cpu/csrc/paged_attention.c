@@ -62,23 +62,42 @@ static Work work_of(const Attention *a, int64_t index) {
     return w;
 }
 
-// Pointers to the tile's rows as floats: into the cache, or into `buffer` where they have to be converted.
-static void gather(const Attention *a, const void *cache, const Work *w, int64_t key, int64_t count, float *buffer,
+// Where a key or value lies. The blocks are in no order, so the processor's own prefetcher loses track at each.
+typedef struct {
+    const void *cache;
+    int64_t head, key;
+} Place;
+
+static const char *row_at(const Attention *a, const Work *w, Place place, int64_t key) {
+    const int64_t block = a->tables[w->sequence * a->table_width + key / a->block_size];
+    const int64_t row = (block * a->kv_heads + place.head) * a->block_size + key % a->block_size;
+    return at(place.cache, row * a->head_size, (int)a->type);
+}
+
+// Pointers to the tile's rows as floats: into the cache, or into `buffer` where they have to be converted. On
+// the way it prefetches as many from where the next tile is, if there is one.
+static void gather(const Attention *a, const Work *w, Place here, Place next, int64_t count, float *buffer,
                    const float **rows) {
-    const int32_t *table = a->tables + w->sequence * a->table_width;
+    const int64_t row_bytes = a->head_size * size_of((int)a->type);
     for (int64_t j = 0; j < count;) {
-        const int64_t offset = (key + j) % a->block_size;
-        const int64_t run = min_i64(count - j, a->block_size - offset);
-        const int64_t block = table[(key + j) / a->block_size];
-        const void *from = at(cache, ((block * a->kv_heads + w->head) * a->block_size + offset) * a->head_size,
-                              (int)a->type);
-        const float *to = from;
+        const int64_t run = min_i64(count - j, a->block_size - (here.key + j) % a->block_size);
+        const char *from = row_at(a, w, here, here.key + j);
+        const char *ahead = next.key + j < w->end_key ? row_at(a, w, next, next.key + j) : from;
+        float *to = buffer + j * a->head_size;
         if (a->type == BF16) {
-            load_all(buffer + j * a->head_size, from, run * a->head_size, BF16);
-            to = buffer + j * a->head_size;
+            for (int64_t i = 0; i < run * a->head_size; i += LANES) {
+                __builtin_prefetch(ahead + i * 2);
+                store_f32(to + i, load(from, i, BF16));
+            }
+            for (int64_t i = 0; i < run; i++)
+                rows[j + i] = to + i * a->head_size;
+        } else {
+            for (int64_t i = 0; i < run; i++) {
+                rows[j + i] = (const float *)(from + i * row_bytes);
+                for (int64_t line = 0; line < row_bytes; line += 64)
+                    __builtin_prefetch(ahead + i * row_bytes + line);
+            }
         }
-        for (int64_t i = 0; i < run; i++)
-            rows[j + i] = to + i * a->head_size;
         j += run;
     }
     for (int64_t j = count; j < (count + LANES - 1) / LANES * LANES; j++)
@@ -147,10 +166,13 @@ static void attend(const Attention *a, const Work *w, Rows *rows) {
     memset(rows->out, 0, (size_t)(w->rows * size) * sizeof *rows->out);
     for (int64_t key = w->first_key; key < w->end_key; key += TILE) {
         const int64_t count = min_i64(TILE, w->end_key - key);
-        gather(a, a->k_cache, w, key, count, buffer, pointers);
+        const Place k = {a->k_cache, w->head, key}, v = {a->v_cache, w->head, key};
+        const int is_last = key + TILE >= w->end_key;  // then this thread's next task may be the next head
+        const Place next = {a->k_cache, min_i64(w->head + is_last, a->kv_heads - 1), is_last ? w->first_key : key + TILE};
+        gather(a, w, k, v, count, buffer, pointers);
         for (int64_t row = 0; row < w->rows; row++)
             score_row(a, w, rows, row, q + row * size, pointers, key, count, shares + row * TILE);
-        gather(a, a->v_cache, w, key, count, buffer, pointers);
+        gather(a, w, v, next, count, buffer, pointers);
         add_all_values(rows->out, size, shares, pointers, count, w->rows);
     }
 }
