@@ -9,6 +9,8 @@ kernels in `cpu`, as far as those have them; the torch reference serves all else
 Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
 """
 
+from ctypes import CDLL
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from octavo_kernels import reference
 from octavo_kernels.cpu import activation as cpu_activation
 from octavo_kernels.cpu import linear as cpu_linear
+from octavo_kernels.cpu import linear_int8 as cpu_linear_int8
 from octavo_kernels.cpu import paged_attention as cpu_paged_attention
 from octavo_kernels.cpu import rms_norm as cpu_rms_norm
 from octavo_kernels.cpu import rope_store as cpu_rope_store
@@ -28,15 +31,18 @@ from octavo_kernels.reference.plan import BatchPlan, KVLayout
 
 __all__ = [
     "BatchPlan",
+    "Int8Linear",
     "KVLayout",
     "PackedLinear",
     "add_rms_norm",
     "best_token",
     "kv_store",
     "linear",
+    "linear_int8",
     "pack_linear",
     "paged_attention",
     "plan_batch",
+    "quantise_int8",
     "rms_norm",
     "rope",
     "rope_and_store",
@@ -201,6 +207,39 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tenso
     A row's result is the same bit by bit whatever the other rows are, and however many.
     """
     return cpu_linear.multiply(x, weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    """A weight [N, K] of int8 with a float32 scale for each row; made by `quantise_int8`."""
+
+    out_features: int
+    scales: Tensor  # [N]
+    weight: Tensor | None  # [N, K] int8, for the reference;
+    packed: tuple[Tensor, Tensor, Tensor] | None  # or what it is packed into
+    lib: CDLL | None  # for the kernel of this library
+
+
+def quantise_int8(weight: Tensor) -> Int8Linear:
+    """Rounds `weight` [N, K] to multiples of each row's largest magnitude / 127."""
+    rounded, scales = reference.linear_int8.quantise(weight)
+    lib = native(weight)
+    if lib is not None and cpu_linear_int8.takes(lib, rounded):
+        packed = cpu_linear_int8.pack(lib, rounded, scales)
+        return Int8Linear(len(weight), scales, None, packed, lib)
+    return Int8Linear(len(weight), scales, rounded, None, None)
+
+
+def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, with x rounded to multiples of each row's largest magnitude / 127.
+
+    `x` [T, K]; `bias` [N] of x's type, or None. Returns [T, N]. Rows with a NaN or an infinity come out as
+    NaN. Natively, a row's result is the same bit by bit whatever the other rows are.
+    """
+    if weight.lib is not None and weight.packed is not None:
+        return cpu_linear_int8.linear(weight.lib, x, weight.packed, weight.out_features, bias)
+    assert weight.weight is not None
+    return reference.linear_int8.linear(x, weight.weight, weight.scales, bias)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -177,3 +177,40 @@ def test_idle_threads_use_no_cpu() -> None:
     used_s = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used_s < 0.03
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 4), (31, 64), (33, 68), (100, 200), (576, 1536)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_int8(shape: tuple[int, int], biased: bool, dtype: torch.dtype, native: str) -> None:
+    dense = (torch.randn(shape) * torch.rand(shape[0], 1)).to(dtype)
+    weight = ops.quantise_int8(dense)
+    assert (weight.lib is not None) == (native != "avx2")
+    rounded, scales = reference.linear_int8.quantise(dense)
+    assert_close("weight", rounded * scales[:, None], dense, 0.01)
+    bias = torch.randn(shape[0]).to(dtype) if biased else None
+    x = torch.randn(200, shape[1]).to(dtype)
+    whole = ops.linear_int8(x, weight, bias)
+    assert_close("product", whole, reference.linear_int8.linear(x, rounded, scales, bias), 5e-3)
+    exact = x.double() @ dense.double().T
+    assert_close("product, unquantised", whole, exact if bias is None else exact + bias, 0.02)
+    if native != "avx2":  # torch's product is another with another number of rows
+        for tokens in [1, 2, 7, 13, 33, 193]:
+            assert torch.equal(ops.linear_int8(x[:tokens], weight, bias), whole[:tokens])
+
+
+@DTYPES
+def test_linear_int8_of_rows_that_are_nothing_or_not_finite(dtype: torch.dtype) -> None:
+    dense = torch.randn(40, 36).to(dtype)
+    dense[7] = 0.0
+    weight = ops.quantise_int8(dense)
+    x = torch.randn(5, 36).to(dtype)
+    x[0] = 0.0
+    x[1, 35] = torch.nan
+    x[2, 3] = torch.inf
+    x[3, 3] = -torch.inf
+    product = ops.linear_int8(x, weight, None)
+    assert (product[0] == 0).all()
+    assert product[1:4].isnan().all()
+    assert product[4].isfinite().all()
+    assert product[4, 7] == 0

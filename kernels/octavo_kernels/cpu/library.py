@@ -29,7 +29,8 @@ _SIGNATURES = {
     "octavo_paged_attention": (_I, [_P] * 7 + [_I] * 9 + [_F] * 2 + [_I] * 2),
     "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
     "octavo_pack_linear": (None, [_P] * 2 + [_I] * 3),
-    "octavo_linear": (None, [_P] * 4 + [_I] * 6),
+    "octavo_linear": (None, [_P] * 4 + [_I] * 5),
+    "octavo_linear_int8": (_I, [_P] * 6 + [_I] * 5),
 }
 
 
@@ -60,7 +61,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)
         if function is None:
-            continue  # octavo_linear, without the instructions that make it worth having
+            continue  # the products, without the instructions that make them worth having
         function.restype, function.argtypes = result, arguments
     return loaded
 

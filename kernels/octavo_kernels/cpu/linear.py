@@ -48,7 +48,6 @@ def multiply(x: Tensor, weight: PackedLinear, bias: Tensor | None) -> Tensor:
         rows,
         weight.out_features,
         weight.in_features,
-        weight.in_features,
         TYPES[x.dtype],
         torch.get_num_threads(),
     )

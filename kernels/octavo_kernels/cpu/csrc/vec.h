@@ -21,11 +21,11 @@ typedef uint16_t VecHalf __attribute__((vector_size(32)));
 
 // Element types, as Python passes them. Functions take the type as an argument that is constant once they are
 // inlined, so each type gets its own code.
-enum { F32 = 0, BF16 = 1 };
+enum { F32 = 0, BF16 = 1, INT8 = 2 };
 
 INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t size_of(int type) { return type == BF16 ? 2 : 4; }
+INLINE int64_t size_of(int type) { return type == BF16 ? 2 : type == INT8 ? 1 : 4; }
 INLINE const void *at(const void *base, int64_t index, int type) { return (const char *)base + index * size_of(type); }
 INLINE void *at_mut(void *base, int64_t index, int type) { return (char *)base + index * size_of(type); }
 
