@@ -216,7 +216,7 @@ class Int8Linear:
     out_features: int
     scales: Tensor  # [N]
     weight: Tensor | None  # [N, K] int8, for the reference;
-    packed: tuple[Tensor, Tensor, Tensor] | None  # or what it is packed into
+    packed: tuple[Tensor, Tensor] | None  # or what it is packed into
     lib: CDLL | None  # for the kernel of this library
 
 
@@ -231,7 +231,8 @@ def quantise_int8(weight: Tensor) -> Int8Linear:
 
 
 def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, with x rounded to multiples of each row's largest magnitude / 127.
+    """`x @ weight.T + bias`, with x rounded to multiples of the largest magnitude / 127 of 128 columns of
+    each row: a scale for a whole row is set by a few large columns, at the cost of all others.
 
     `x` [T, K]; `bias` [N] of x's type, or None. Returns [T, N]. Rows with a NaN or an infinity come out as
     NaN. Natively, a row's result is the same bit by bit whatever the other rows are.

@@ -1,13 +1,17 @@
 """Reference of `ops.quantise_int8` and `ops.linear_int8`; see there for shapes.
 
-The products of integers are summed in float32: exactly, up to sums of 2^24.
+The products of integers are summed in float32: exactly, since a group's sums are below 2^24.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+GROUP = 128  # columns of activations that share a scale
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` [..., K]: int8 of the same shape, and scales [...]."""
     wide = x.float()
     most = wide.abs().amax(dim=-1, keepdim=True)
     factor = torch.where(most > 0, 127.0 / most, 0.0)
@@ -16,6 +20,9 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    rounded, x_scales = quantise(x)
-    product = rounded.float() @ weight.float().T * (x_scales[:, None] * scales)
+    padding = (0, -x.shape[1] % GROUP)
+    rounded, x_scales = quantise(F.pad(x, padding).view(len(x), -1, GROUP))
+    by_group = F.pad(weight, padding).view(len(weight), -1, GROUP).permute(1, 2, 0)  # [G, GROUP, N]
+    sums = torch.bmm(rounded.transpose(0, 1).float(), by_group.float())  # [G, T, N]
+    product = (sums * x_scales.T[..., None]).sum(dim=0) * scales
     return (product if bias is None else product + bias).to(x.dtype)

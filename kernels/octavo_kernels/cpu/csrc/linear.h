@@ -13,14 +13,16 @@
 #define MAX_M 12                // rows of a block
 #define M_TILE 192              // rows of x that a task does: they stay in the cache while panels pass by
 #define WEIGHTS_PER_TASK 65536  // a task's share of the weight, in numbers
+#define GROUP 128               // columns of int8 activations that share a scale
 
 typedef struct {
     const void *x, *packed, *bias;
     void *out;
     int64_t rows, outputs, inputs, out_type, panels_per_task, tasks_per_tile;
-    // For int8: x is unsigned, 128 more than it stands for, and 128 x `sums` is what that adds to an output.
-    const float *x_scales, *scales;  // [rows], [outputs, rounded up to a panel]
-    const int32_t *sums;
+    // For int8. The weight is unsigned, 128 more than it stands for: x_sums is what that adds to a group's sum.
+    const float *scales;       // [outputs, rounded up to a panel]
+    const float *x_scales;     // [rows, groups]
+    const int32_t *x_sums;     // [rows, groups]: 128 x the sum of the group's numbers
 } Linear;
 
 #ifdef __AVX512BF16__
@@ -33,18 +35,15 @@ INLINE Vec multiply_add(Vec sum, const void *x, Vec w, int type) {
         return sum + (Vec)every * w;
     if (type == BF16)
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)every, (__m512bh)w);
-    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, every, (__m512i)w);  // int32 sums in the same registers
+    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, every);  // int32 sums in the same registers
 }
 
 // Adds the bias to 16 outputs of a row and writes those there are.
 INLINE void finish(const Linear *l, int64_t row, int64_t column, Vec sum, int type) {
     const int64_t count = min_i64(LANES, l->outputs - column), to = row * l->outputs + column;
     const int out_type = type == INT8 ? (int)l->out_type : type;
-    if (type == INT8) {
-        VecInt sums;
-        memcpy(&sums, l->sums + column, sizeof sums);
-        sum = __builtin_convertvector((VecInt)sum - 128 * sums, Vec) * (load_f32(l->scales + column) * l->x_scales[row]);
-    }
+    if (type == INT8)
+        sum *= load_f32(l->scales + column);
     if (count == LANES) {
         if (l->bias)
             sum += load(l->bias, column, out_type);
@@ -63,21 +62,35 @@ INLINE void block(const Linear *l, int64_t row, int64_t panel, int m, int type) 
     const char *w = (const char *)l->packed + panel * steps * STEP_BYTES;
     const int64_t stride = l->inputs * size_of(type);
     const char *x = (const char *)l->x + row * stride;
-    Vec sums[MAX_M][2];
+    const int64_t group_steps = type == INT8 ? GROUP / 4 : steps, groups = (steps + group_steps - 1) / group_steps;
+    Vec sums[MAX_M][2], totals[MAX_M][2];
     for (int r = 0; r < m; r++)
-        sums[r][0] = sums[r][1] = (Vec){0};
-    for (int64_t step = 0; step < steps; step++) {
-        const Vec w0 = load_f32((const float *)(w + step * STEP_BYTES));
-        const Vec w1 = load_f32((const float *)(w + step * STEP_BYTES + STEP_BYTES / 2));
-        for (int r = 0; r < m; r++) {
-            const char *number = x + r * stride + step * 4;
-            sums[r][0] = multiply_add(sums[r][0], number, w0, type);
-            sums[r][1] = multiply_add(sums[r][1], number, w1, type);
+        totals[r][0] = totals[r][1] = (Vec){0};
+    for (int64_t group = 0; group < groups; group++) {
+        for (int r = 0; r < m; r++)
+            sums[r][0] = sums[r][1] =
+                type == INT8 ? (Vec)(VecInt)_mm512_set1_epi32(-l->x_sums[(row + r) * groups + group]) : (Vec){0};
+        const int64_t end = min_i64(steps, (group + 1) * group_steps);
+        for (int64_t step = group * group_steps; step < end; step++) {
+            const Vec w0 = load_f32((const float *)(w + step * STEP_BYTES));
+            const Vec w1 = load_f32((const float *)(w + step * STEP_BYTES + STEP_BYTES / 2));
+            for (int r = 0; r < m; r++) {
+                const char *numbers = x + r * stride + step * 4;
+                sums[r][0] = multiply_add(sums[r][0], numbers, w0, type);
+                sums[r][1] = multiply_add(sums[r][1], numbers, w1, type);
+            }
         }
+        for (int r = 0; r < m; r++)
+            for (int half = 0; half < 2; half++)
+                if (type == INT8)
+                    totals[r][half] += __builtin_convertvector((VecInt)sums[r][half], Vec) *
+                                       l->x_scales[(row + r) * groups + group];
+                else
+                    totals[r][half] = sums[r][half];
     }
     for (int r = 0; r < m; r++)
         for (int half = 0; half < 2; half++)
-            finish(l, row + r, panel * PANEL + half * LANES, sums[r][half], type);
+            finish(l, row + r, panel * PANEL + half * LANES, totals[r][half], type);
 }
 
 INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int type) {
