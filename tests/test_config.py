@@ -43,7 +43,7 @@ def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) 
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
         ({"model": "m", "max_model_len": 1}, "'max_model_len' is 1; allowed: 2 and more"),
         ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 and more"),
-        ({"model": "m", "quantization": "awq"}, "'quantization' is 'awq'; allowed: null in this version"),
+        ({"model": "m", "quantization": "awq"}, "'quantization' is 'awq'; allowed: null, 'gguf' and 'int8'"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(arguments: dict[str, Any], text: str) -> None:

@@ -84,7 +84,7 @@ class EngineConfig:
         require(self.num_threads is None or self.num_threads >= 1, "num_threads", "1 and more")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) == 1, name, "1 in this version")
-        require(self.quantization in (None, "gguf"), "quantization", "null in this version")
+        require(self.quantization in (None, "gguf", "int8"), "quantization", "null, 'gguf' and 'int8'")
         require(self.kv_cache_dtype == "auto", "kv_cache_dtype", "'auto' in this version")
 
     def for_model(self, max_positions: int) -> "EngineConfig":

@@ -3,11 +3,14 @@
 T tokens of S sequences in a batch (a sequence's tokens are consecutive), Hq query heads, Hkv KV heads, D
 head size, N KV blocks of B slots, V vocabulary, R rows to sample. Floating-point tensors of a call are of one
 type, float32, bfloat16 or float16, unless said otherwise; sums and softmaxes are in float32. Tensors are
-contiguous unless said otherwise, and on one device; the torch reference serves every device.
+contiguous unless said otherwise, and on one device. CPU tensors of float32 and bfloat16 go to the native
+kernels in `cpu`, as far as those have them; the torch reference serves all else.
 
 Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
 """
 
+from ctypes import CDLL
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,18 +18,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo_kernels import reference
+from octavo_kernels.cpu import activation as cpu_activation
+from octavo_kernels.cpu import linear as cpu_linear
+from octavo_kernels.cpu import linear_int8 as cpu_linear_int8
+from octavo_kernels.cpu import paged_attention as cpu_paged_attention
+from octavo_kernels.cpu import rms_norm as cpu_rms_norm
+from octavo_kernels.cpu import rope_store as cpu_rope_store
+from octavo_kernels.cpu import sampling as cpu_sampling
+from octavo_kernels.cpu.library import native
+from octavo_kernels.cpu.linear import PackedLinear
 from octavo_kernels.reference.plan import BatchPlan, KVLayout
 
 __all__ = [
     "BatchPlan",
+    "Int8Linear",
     "KVLayout",
+    "PackedLinear",
     "add_rms_norm",
     "best_token",
     "kv_store",
+    "linear",
+    "linear_int8",
+    "pack_linear",
     "paged_attention",
     "plan_batch",
+    "quantise_int8",
     "rms_norm",
     "rope",
+    "rope_and_store",
     "sample",
     "silu_and_mul",
     "token_logprobs",
@@ -42,12 +61,13 @@ def plan_batch(
     query_start: HostInts,
     slot_mapping: HostInts,
 ) -> BatchPlan:
-    """Works out, once a step, what `kv_store` and `paged_attention` would else work out in every layer.
+    """What the reference's `kv_store` and `paged_attention` would else work out in every layer of a step. It
+    is worked out when first asked for: the native kernels need none of it.
 
     Takes the same integers as those two, but on the host; what the plan holds lies on the layout's device.
     """
     wide = (np.asarray(a, np.int64) for a in (block_tables, context_lens, query_start, slot_mapping))
-    return reference.plan.plan_batch(layout, *wide)
+    return BatchPlan(layout, *wide)
 
 
 def kv_store(
@@ -98,6 +118,13 @@ def paged_attention(
     - `plan`: of the same integers and the same window; without one it is made here, which on a GPU waits for
       the device
     """
+    lib = native(q)
+    if lib is not None:
+        integers = block_tables, context_lens, query_start
+        if cpu_paged_attention.takes(q, k_cache, v_cache, *integers):
+            return cpu_paged_attention.paged_attention(
+                lib, q, k_cache, v_cache, *integers, scale, window, soft_cap
+            )
     if plan is None:
         layout = KVLayout(k_cache.shape[1], k_cache.shape[2], window, q.device)
         tables, lens, starts = (a.cpu().numpy() for a in (block_tables, context_lens, query_start))
@@ -111,6 +138,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     `x` [T, H]; `weight` [H]. Returns [T, H].
     """
+    lib = native(x)
+    if lib is not None and cpu_rms_norm.takes(x, weight):
+        return cpu_rms_norm.rms_norm(lib, x, weight, eps)
     return reference.rms_norm.rms_norm(x, weight, eps)
 
 
@@ -119,6 +149,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     `x`, `residual` [T, H]; `weight` [H].
     """
+    lib = native(x)
+    if lib is not None and cpu_rms_norm.takes(x, weight, residual):
+        return cpu_rms_norm.add_rms_norm(lib, x, residual, weight, eps)
     return reference.rms_norm.add_rms_norm(x, residual, weight, eps)
 
 
@@ -132,8 +165,89 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return reference.rope.rope(x, cos, sin)
 
 
+def rope_and_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    plan: BatchPlan | None = None,
+) -> Tensor:
+    """`rope` of the queries and keys, and `kv_store` of the keys and values, in one pass.
+
+    `qkv` [T, Hq + 2 Hkv, D] with `num_heads` = Hq: queries, keys, values; what it holds afterwards is
+    undefined. The others are those of `rope` and `kv_store`. Returns the rotated queries [T, Hq, D], which
+    may be a view of `qkv`.
+    """
+    lib = native(qkv)
+    if lib is not None and cpu_rope_store.takes(qkv, cos, sin, k_cache, v_cache, slot_mapping):
+        return cpu_rope_store.rope_and_store(lib, qkv, num_heads, cos, sin, k_cache, v_cache, slot_mapping)
+    num_rotated = num_heads + k_cache.shape[1]
+    rotated = rope(qkv[:, :num_rotated], cos, sin)
+    kv_store(rotated[:, num_heads:], qkv[:, num_rotated:], k_cache, v_cache, slot_mapping, plan)
+    return rotated[:, :num_heads]
+
+
+def pack_linear(weight: Tensor) -> PackedLinear | None:
+    """`weight` [N, K] in the order that `linear` reads it in; None where no native kernel multiplies it.
+
+    The packed copy is as large, up to 31 rows more.
+    """
+    lib = native(weight)
+    if lib is not None and cpu_linear.takes(lib, weight):
+        return cpu_linear.pack(lib, weight)
+    return None
+
+
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: `x` [T, K], `bias` [N] or None, of the weight's type. Returns [T, N].
+
+    A row's result is the same bit by bit whatever the other rows are, and however many.
+    """
+    return cpu_linear.multiply(x, weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    """A weight [N, K] of int8 with a float32 scale for each row; made by `quantise_int8`."""
+
+    out_features: int
+    scales: Tensor  # [N]
+    weight: Tensor | None  # [N, K] int8, for the reference;
+    packed: tuple[Tensor, Tensor] | None  # or what it is packed into
+    lib: CDLL | None  # for the kernel of this library
+
+
+def quantise_int8(weight: Tensor) -> Int8Linear:
+    """Rounds `weight` [N, K] to multiples of each row's largest magnitude / 127."""
+    rounded, scales = reference.linear_int8.quantise(weight)
+    lib = native(weight)
+    if lib is not None and cpu_linear_int8.takes(lib, rounded):
+        packed = cpu_linear_int8.pack(lib, rounded, scales)
+        return Int8Linear(len(weight), scales, None, packed, lib)
+    return Int8Linear(len(weight), scales, rounded, None, None)
+
+
+def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, with x rounded to multiples of the largest magnitude / 127 of 128 columns of
+    each row: a scale for a whole row is set by a few large columns, at the cost of all others.
+
+    `x` [T, K]; `bias` [N] of x's type, or None. Returns [T, N]. Rows with a NaN or an infinity come out as
+    NaN. Natively, a row's result is the same bit by bit whatever the other rows are.
+    """
+    if weight.lib is not None and weight.packed is not None:
+        return cpu_linear_int8.linear(weight.lib, x, weight.packed, weight.out_features, bias)
+    assert weight.weight is not None
+    return reference.linear_int8.linear(x, weight.weight, weight.scales, bias)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). `gate_up` [T, 2 I], gate first. Returns [T, I]."""
+    lib = native(gate_up)
+    if lib is not None and cpu_activation.takes(gate_up):
+        return cpu_activation.silu_and_mul(lib, gate_up)
     return reference.activation.silu_and_mul(gate_up)
 
 
@@ -142,6 +256,9 @@ def best_token(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     `logits` [R, V]. Returns ids [R] int64 and logits [R] float32; the logit is a NaN when any of its row is.
     """
+    lib = native(logits)
+    if lib is not None and cpu_sampling.takes(logits):
+        return cpu_sampling.best_token(lib, logits)
     return reference.sampling.best_token(logits)
 
 

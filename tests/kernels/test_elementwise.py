@@ -6,6 +6,7 @@ import torch
 from numerics import assert_close
 from octavo_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("kernels")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

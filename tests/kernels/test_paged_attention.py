@@ -11,7 +11,8 @@ from numerics import assert_close
 from octavo_kernels import ops
 from octavo_kernels.reference import plan as reference_plan
 
-HEADS = [(6, 2, 16), (9, 3, 64), (5, 1, 10), (4, 4, 2)]  # Hq, Hkv, D
+pytestmark = pytest.mark.usefixtures("kernels")
+HEADS = [(6, 2, 16), (9, 3, 64), (5, 1, 10), (4, 4, 2), (7, 1, 80), (7, 7, 128)]  # Hq, Hkv, D
 
 
 @dataclass

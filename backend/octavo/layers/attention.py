@@ -19,7 +19,6 @@ class Attention:
         soft_cap: float | None = None,
     ) -> None:
         self._num_heads = num_heads
-        self._num_rotated = num_heads + num_kv_heads
         self._head_size = head_size
         self._scale = scale
         self._window = window
@@ -28,12 +27,14 @@ class Attention:
     def __call__(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, batch: AttentionInput
     ) -> Tensor:
-        """`qkv` [T, (Hq + 2 Hkv) D]; `cos`, `sin` [T, D]. Stores K and V; returns [T, Hq D]."""
+        """`qkv` [T, (Hq + 2 Hkv) D]; `cos`, `sin` [T, D]. Stores K and V; returns [T, Hq D].
+
+        What `qkv` holds afterwards is undefined.
+        """
         heads = qkv.view(len(qkv), -1, self._head_size)
-        rotated = ops.rope(heads[:, : self._num_rotated], cos, sin)
-        q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        v = heads[:, self._num_rotated :]
-        ops.kv_store(k, v, cache.k, cache.v, batch.slot_mapping, batch.plan)
+        q = ops.rope_and_store(
+            heads, self._num_heads, cos, sin, cache.k, cache.v, batch.slot_mapping, batch.plan
+        )
         attended = ops.paged_attention(
             q,
             cache.k,

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.layers.linear import Placement
+from octavo_kernels import ops
 
 
 class Embedding:
@@ -13,6 +14,7 @@ class Embedding:
 
     def __init__(self, vocab_size: int, hidden_size: int, name: str, placement: Placement) -> None:
         self._weight = placement.empty(vocab_size, hidden_size)  # [V, H]
+        self._packed: ops.PackedLinear | None = None
         self._name = name
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -21,7 +23,14 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [R, H]. Returns [R, V]."""
+        if self._packed is not None:
+            return ops.linear(hidden, self._packed)
         return F.linear(hidden, self._weight)
+
+    def pack_for_logits(self) -> None:
+        """Keeps a second copy, in the order that the product reads it in. Called once the weight is loaded,
+        and only where `logits` will be."""
+        self._packed = ops.pack_linear(self._weight)
 
     def weight_map(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self._name}.weight", self._weight

@@ -174,6 +174,8 @@ class Decoder:
             layer.finish_loading()
         if self._head is not None:
             self._head.finish_loading()
+        elif self._embedding is not None and self._norm is not None:  # tied, and the last stage
+            self._embedding.pack_for_logits()
 
     def weight_map(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor to load: its Hugging Face name, and the view of a (fused) parameter to fill."""

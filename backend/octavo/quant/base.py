@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.quant import packing
-from octavo_kernels import host_memory
+from octavo_kernels import host_memory, ops
 
 
 class Weight(Protocol):
@@ -38,22 +38,30 @@ class Scheme(Protocol):
 
 
 class DenseWeight:
-    """Every number of it, in the activations' type; on a CPU packed for the matrix product, if it can be."""
+    """Every number of it, in the activations' type; on a CPU packed for the matrix product, if it can be: for
+    our own kernel, else for oneDNN's."""
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
         self._weight = host_memory.empty((out_features, in_features), dtype, device)
-        self._is_packed = False
+        self._packed: ops.PackedLinear | None = None
+        self._is_reordered = False
 
     def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:
-        assert not self._is_packed
+        assert self._packed is None
+        assert not self._is_reordered
         yield "weight", self._weight[first_row : first_row + num_rows]
 
     def finish_loading(self) -> None:
-        if packing.can_pack(self._weight):
-            self._weight, self._is_packed = packing.pack(self._weight), True
+        self._packed = ops.pack_linear(self._weight)
+        if self._packed is not None:
+            self._weight = self._weight.new_empty(0)
+        elif packing.can_pack(self._weight):
+            self._weight, self._is_reordered = packing.pack(self._weight), True
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_packed:
+        if self._packed is not None:
+            return ops.linear(x, self._packed, bias)
+        if self._is_reordered:
             return packing.multiply(x, self._weight, bias)
         return F.linear(x, self._weight, bias)
 

@@ -9,6 +9,8 @@ from octavo.errors import ConfigError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import build_model
 from octavo.protocol import SequenceResult, StepPlan, StepResult
+from octavo.quant.base import Scheme
+from octavo.quant.int8 import Int8
 from octavo.weights.loader import Checkpoint, load_weights
 from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
 from octavo.worker.memory import readable
@@ -16,6 +18,10 @@ from octavo.worker.model_input import Step, build_step
 from octavo.worker.model_runner import ModelRunner, run_largest_step
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Samples, sample
+
+_SCHEMES: dict[str | None, Scheme] = {
+    "int8": Int8()
+}  # by `quantization`; all else is unquantised, a GGUF file once it is read
 
 _UNUSABLE = "the model gave no usable probabilities for this sequence's next token (a NaN, or none allowed)"
 
@@ -35,7 +41,7 @@ class LocalExecutor:
             torch.set_num_threads(config.num_threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
-        model = build_model(model_config, dtype, device)
+        model = build_model(model_config, dtype, device, scheme=_SCHEMES.get(config.quantization))
         load_weights(model.weight_map(), checkpoint)
         model.finish_loading()
 

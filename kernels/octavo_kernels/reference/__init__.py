@@ -3,6 +3,7 @@
 from octavo_kernels.reference import (
     activation,
     kv_store,
+    linear_int8,
     paged_attention,
     plan,
     rms_norm,
@@ -10,4 +11,4 @@ from octavo_kernels.reference import (
     sampling,
 )
 
-__all__ = ["activation", "kv_store", "paged_attention", "plan", "rms_norm", "rope", "sampling"]
+__all__ = ["activation", "kv_store", "linear_int8", "paged_attention", "plan", "rms_norm", "rope", "sampling"]

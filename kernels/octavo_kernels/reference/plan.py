@@ -5,6 +5,7 @@ Sequences with several new tokens are cut into spans of queries, which are compu
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -79,17 +80,36 @@ class Span:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Everything that the kernels of one KV group need to know of a batch."""
+    """Everything that the kernels of one KV group need to know of a batch: its integers, as `ops` has them,
+    and what the reference makes of them when it is first asked for."""
 
     layout: KVLayout
-    slot_rows: Tensor  # [T * Hkv] where `kv_store` writes, as rows of the cache seen as [N * Hkv * B, D]
-    buckets: tuple[Bucket, ...]
-    spans: tuple[Span, ...]
+    block_tables: Ints
+    context_lens: Ints
+    query_start: Ints
+    slot_mapping: Ints
+
+    @cached_property
+    def slot_rows(self) -> Tensor:
+        """[T * Hkv] where `kv_store` writes, as rows of the cache seen as [N * Hkv * B, D]."""
+        return slot_rows(self.layout, self.slot_mapping)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._parts[0]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        return self._parts[1]
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[Bucket, ...], tuple[Span, ...]]:
+        return _parts(self.layout, self.block_tables, self.context_lens, self.query_start)
 
 
-def plan_batch(
-    layout: KVLayout, block_tables: Ints, context_lens: Ints, query_start: Ints, slot_mapping: Ints
-) -> BatchPlan:
+def _parts(
+    layout: KVLayout, block_tables: Ints, context_lens: Ints, query_start: Ints
+) -> tuple[tuple[Bucket, ...], tuple[Span, ...]]:
     counts = np.diff(query_start)
     single = np.flatnonzero(counts == 1)
     window = layout.window
@@ -110,7 +130,7 @@ def plan_batch(
     for seq in np.flatnonzero(counts > 1):
         begin, end = int(query_start[seq]), int(query_start[seq + 1])
         spans.extend(_spans(layout, begin, end, int(context_lens[seq]), block_tables[seq]))
-    return BatchPlan(layout, slot_rows(layout, slot_mapping), tuple(buckets), tuple(spans))
+    return tuple(buckets), tuple(spans)
 
 
 def slot_rows(layout: KVLayout, slot_mapping: Ints) -> Tensor:

@@ -1,0 +1,41 @@
+"""Int8 weights with a scale for each output, made of the checkpoint's when it is loaded, and int8 activations
+with a scale for 128 columns of each token, found as they come. On SmolLM2-135M that costs under 1 % of
+perplexity; one scale for a whole token costs 4 %, nearly all of it in the products that follow a norm.
+
+Half the bytes of bfloat16 and, with VNNI, twice its products a second.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from octavo_kernels import ops
+
+
+class Int8Weight:
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dense: Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._weight: ops.Int8Linear | None = None
+
+    def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:
+        assert self._dense is not None
+        yield "weight", self._dense[first_row : first_row + num_rows]
+
+    def finish_loading(self) -> None:
+        assert self._dense is not None
+        self._weight = ops.quantise_int8(self._dense)
+        self._dense = None
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._weight is not None
+        return ops.linear_int8(x, self._weight, bias)
+
+
+class Int8:
+    """The scheme of `quantization: "int8"`."""
+
+    def make_weight(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> Int8Weight:
+        return Int8Weight(out_features, in_features, dtype, device)

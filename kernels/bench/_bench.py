@@ -1,0 +1,72 @@
+"""What the benchmarks share: kernels forced by name, a check before any time, and times taken in turns.
+
+Ratios are what counts: both sides run in one process, in turns, so that a change of the machine's speed hits
+both. A time is the median over the turns. Weights and caches are more than the last-level cache holds.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu import library
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+CACHE_BYTES = 64 * 2**20  # more than is cached
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    return args
+
+
+def reference(run: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """`run` with the reference instead of the native kernels."""
+
+    def forced(index: int) -> Tensor:
+        chosen, library.library = library.library, lambda: None  # type: ignore[assignment]
+        try:
+            return run(index)
+        finally:
+            library.library = chosen
+
+    return forced
+
+
+def compare(
+    name: str,
+    native: Callable[[int], Tensor],
+    other: Callable[[int], Tensor],
+    copies: int,
+    turns: int,
+    amount: float,
+    unit: str,
+) -> None:
+    """Prints one line, unless the two disagree: then it exits. `native` and `other` take the index of a copy
+    of the data, in [0, copies). `amount`: of `unit`s that one call handles, such as GB."""
+    actual, expected = native(0), other(0)
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= TOLERANCE[actual.dtype]:
+        sys.exit(f"{name}: wrong, relative error {error:.1e}; no time is given")
+    times: dict[Callable[[int], Tensor], list[float]] = {native: [], other: []}
+    for _ in range(turns):
+        for run, taken in times.items():
+            start_s = time.perf_counter()
+            for index in range(copies):
+                run(index)
+            taken.append((time.perf_counter() - start_s) / copies)
+    ours_s, theirs_s = (statistics.median(taken) for taken in times.values())
+    print(
+        f"{name:40} {ours_s * 1e6:9.1f} us  {amount / ours_s:7.1f} {unit}/s  "
+        f"{theirs_s / ours_s:5.2f} x the other's {theirs_s * 1e6:.1f} us"
+    )

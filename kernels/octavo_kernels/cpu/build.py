@@ -1,0 +1,127 @@
+"""Compiles the C kernels, one shared object for each instruction set, into a cache that outlives the process.
+
+Used by `library` at a process's first kernel. To compile all instruction sets ahead, for a machine that has
+no compiler or cannot write:
+
+    python -m octavo_kernels.cpu.build FOLDER
+
+and let that machine run with OCTAVO_CACHE=FOLDER. Free of torch.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+_COMMON = (
+    "-std=gnu11 -O3 -fPIC -shared -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-Wall -Wextra -Wno-psabi -pthread"
+).split()
+# What each instruction set needs of the compiler, and of the CPU (as /proc/cpuinfo spells it). Best first.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "avx512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"),
+        *("-mfma", "-mbmi2", "-mprefer-vector-width=512"),
+    ),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+}
+CPU_FLAGS: Mapping[str, frozenset[str]] = {
+    "avx512": frozenset("avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni fma bmi2".split()),
+    "avx2": frozenset("avx2 fma f16c bmi2".split()),
+}
+_LONGEST_COMPILATION_S = 300
+
+
+class BuildError(Exception):
+    """No shared object could be had; the text says why and what to do."""
+
+
+def cache_folder() -> Path:
+    """kernels/ under $OCTAVO_CACHE, else octavo/kernels/ under $XDG_CACHE_HOME or ~/.cache. It may not exist
+    yet."""
+    if own := os.environ.get("OCTAVO_CACHE"):
+        return Path(own) / "kernels"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError as error:
+        raise BuildError(f"no folder to cache in: {error}; set OCTAVO_CACHE to one") from error
+    return Path(base) / "octavo/kernels"
+
+
+def build(name: str, folder: Path | None = None) -> Path:
+    """The shared object of instruction set `name` in `folder` (the cache when None), compiled if it is not
+    there yet. Its name holds a digest of the sources and flags, and one of the compiler; without a compiler,
+    anyone's of the same sources and flags will do. Raises `BuildError`.
+
+    Compiled beside its place and renamed into it, so that processes that start at once do not collide.
+    """
+    folder = cache_folder() if folder is None else folder
+    arguments = [*_COMMON, *FLAGS[name]]
+    sources = sorted(SOURCES.glob("*.c"))
+    made_from = [" ".join(arguments).encode()]
+    made_from += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    stem = f"{name}-{_digest(*made_from)}"
+    try:
+        compiler = _compiler()
+        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        ready = sorted(folder.glob(f"{stem}-*.so"))
+        if ready:
+            return ready[0]
+        if isinstance(error, BuildError):
+            raise
+        raise BuildError(f"the C compiler does not run: {error}; set CC to one that does") from error
+    target = folder / f"{stem}-{_digest(shlex.join(compiler).encode(), version)}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+            new = Path(scratch) / "kernels.so"
+            command = [*compiler, *arguments, "-o", str(new), *map(str, sources), "-lm"]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_COMPILATION_S)
+            if ran.returncode:
+                said = next((line for line in ran.stderr.splitlines() if "error" in line.lower()), ran.stderr)
+                raise BuildError(f"{shlex.join(compiler)} failed ({ran.returncode}): {said.strip()}")
+            new.replace(target)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{shlex.join(compiler)} took more than {_LONGEST_COMPILATION_S} s") from error
+    except OSError as error:
+        raise BuildError(
+            f"nothing can be written under {folder}: {error.strerror}; set OCTAVO_CACHE to a folder that can"
+        ) from error
+    return target
+
+
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CC", "cc"))
+    if not command or shutil.which(command[0]) is None:
+        raise BuildError(f"there is no C compiler '{' '.join(command)}'; install one, or set CC")
+    return command
+
+
+def _digest(*parts: bytes) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.hexdigest()
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.executable} -m octavo_kernels.cpu.build FOLDER (it becomes OCTAVO_CACHE)")
+    try:
+        for name in FLAGS:
+            print(build(name, Path(sys.argv[1]) / "kernels"))
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+// Linear layers in float32 and bfloat16, and the packing of weights of all types.
+#include "linear.h"
+
+#ifdef __AVX512BF16__
+
+static void linear_task(void *context, int64_t index) {
+    const Linear *l = context;
+    if (l->out_type == BF16)
+        linear_task_of(l, index, BF16);
+    else
+        linear_task_of(l, index, F32);
+}
+
+// x [rows, inputs], a multiple of 4 bytes a row; bias [outputs] or NULL; out [rows, outputs].
+EXPORT void octavo_linear(const void *x, const void *packed, const void *bias, void *out, int64_t rows,
+                          int64_t outputs, int64_t inputs, int64_t type, int64_t threads) {
+    Linear l = {x, packed, bias, out, rows, outputs, inputs, type, 0, 0, NULL, NULL, NULL};
+    const int64_t tasks = divide(&l, threads);
+    parallel_for(threads, tasks, linear_task, &l);
+}
+
+#endif
+
+// weight [outputs, inputs], a multiple of 4 bytes a row; packed holds as many, outputs rounded up to a panel.
+EXPORT void octavo_pack_linear(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t type) {
+    const int64_t steps = inputs * size_of((int)type) / 4, panels = (outputs + PANEL - 1) / PANEL;
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t step = 0; step < steps; step++)
+            for (int64_t i = 0; i < PANEL; i++) {
+                char *to = (char *)packed + ((panel * steps + step) * PANEL + i) * 4;
+                const int64_t row = panel * PANEL + i;
+                if (row < outputs)
+                    memcpy(to, (const char *)weight + (row * steps + step) * 4, 4);
+                else
+                    memset(to, 0, 4);
+            }
+}

@@ -1,0 +1,71 @@
+// Rotates a batch's queries in place, and its keys on their way into the cache; copies the values there.
+#include "pool.h"
+#include "vec.h"
+
+#define TOKENS_PER_TASK 8
+#define SERIAL_NUMBERS 32768
+
+typedef struct {
+    void *qkv;
+    const float *cos, *sin;
+    void *k_cache, *v_cache;
+    const int64_t *slots;
+    int64_t tokens, heads, kv_heads, head_size, block_size, type;
+} RopeStore;
+
+// Pairs (i, i + half) of one head; `sin` has its first half negated.
+INLINE void rotate(const void *from, void *to, const float *cos, const float *sin, int64_t half, int type) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Vec a = load(from, i, type), b = load(from, half + i, type);
+        store(to, i, a * load_f32(cos + i) + b * load_f32(sin + i), type);
+        store(to, half + i, b * load_f32(cos + half + i) + a * load_f32(sin + half + i), type);
+    }
+    if (i < half) {
+        const int64_t n = half - i;
+        Vec a = load_part(from, i, n, type), b = load_part(from, half + i, n, type);
+        Vec first = a * load_part(cos, i, n, F32) + b * load_part(sin, i, n, F32);
+        Vec second = b * load_part(cos, half + i, n, F32) + a * load_part(sin, half + i, n, F32);
+        store_part(to, i, n, first, type);
+        store_part(to, half + i, n, second, type);
+    }
+}
+
+INLINE void one_token(const RopeStore *r, int64_t token, int type) {
+    const int64_t size = r->head_size, width = (r->heads + 2 * r->kv_heads) * size;
+    const float *cos = r->cos + token * size, *sin = r->sin + token * size;
+    void *q = at_mut(r->qkv, token * width, type);
+    for (int64_t head = 0; head < r->heads; head++) {
+        void *x = at_mut(q, head * size, type);
+        rotate(x, x, cos, sin, size / 2, type);
+    }
+    const void *k = at(q, r->heads * size, type), *v = at(k, r->kv_heads * size, type);
+    const int64_t block = r->slots[token] / r->block_size, offset = r->slots[token] % r->block_size;
+    for (int64_t head = 0; head < r->kv_heads; head++) {
+        const int64_t to = ((block * r->kv_heads + head) * r->block_size + offset) * size;
+        rotate(at(k, head * size, type), at_mut(r->k_cache, to, type), cos, sin, size / 2, type);
+        memcpy(at_mut(r->v_cache, to, type), at(v, head * size, type), (size_t)(size * size_of(type)));
+    }
+}
+
+static void rope_store_task(void *context, int64_t index) {
+    const RopeStore *r = context;
+    const int64_t end = min_i64(r->tokens, (index + 1) * TOKENS_PER_TASK);
+    for (int64_t token = index * TOKENS_PER_TASK; token < end; token++) {
+        if (r->type == BF16)
+            one_token(r, token, BF16);
+        else
+            one_token(r, token, F32);
+    }
+}
+
+// qkv [tokens, heads + 2 kv_heads, head_size]; cos, sin [tokens, head_size]; slots [tokens];
+// caches [blocks, kv_heads, block_size, head_size].
+EXPORT void octavo_rope_store(void *qkv, const float *cos, const float *sin, void *k_cache, void *v_cache,
+                              const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
+                              int64_t head_size, int64_t block_size, int64_t type, int64_t threads) {
+    RopeStore r = {qkv, cos, sin, k_cache, v_cache, slots, tokens, heads, kv_heads, head_size, block_size, type};
+    const int64_t tasks = (tokens + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK;
+    const int64_t numbers = tokens * (heads + 2 * kv_heads) * head_size;
+    parallel_for(numbers < SERIAL_NUMBERS ? 1 : threads, tasks, rope_store_task, &r);
+}

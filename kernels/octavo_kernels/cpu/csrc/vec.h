@@ -1,0 +1,166 @@
+// Vectors of 16 floats, and how numbers of either type get into and out of them.
+//
+// Written with the compiler's vector extension: with AVX-512 a vector is one register, with AVX2 two. Pointers
+// need no alignment; every access goes through memcpy, which compiles to one unaligned move.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+#define LANES 16
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecInt __attribute__((vector_size(64)));
+typedef uint32_t VecBits __attribute__((vector_size(64)));
+typedef uint16_t VecHalf __attribute__((vector_size(32)));
+
+// Element types, as Python passes them. Functions take the type as an argument that is constant once they are
+// inlined, so each type gets its own code.
+enum { F32 = 0, BF16 = 1, INT8 = 2 };
+
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t size_of(int type) { return type == BF16 ? 2 : type == INT8 ? 1 : 4; }
+INLINE const void *at(const void *base, int64_t index, int type) { return (const char *)base + index * size_of(type); }
+INLINE void *at_mut(void *base, int64_t index, int type) { return (char *)base + index * size_of(type); }
+
+INLINE Vec splat(float x) { return x - (Vec){0}; }
+
+INLINE Vec load_f32(const float *p) {
+    Vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store_f32(float *p, Vec v) { memcpy(p, &v, sizeof v); }
+
+INLINE Vec widen(VecHalf half) { return (Vec)(__builtin_convertvector(half, VecBits) << 16); }
+
+// Rounds to the nearest bfloat16, ties to even; a NaN stays one, whatever its payload.
+INLINE VecHalf narrow(Vec v) {
+#ifdef __AVX512BF16__
+    return (VecHalf)_mm512_cvtneps_pbh((__m512)v);
+#else
+    VecBits bits = (VecBits)v;
+    VecBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    VecBits is_nan = (VecBits)(v != v);
+    return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), VecHalf);
+#endif
+}
+
+INLINE Vec load(const void *base, int64_t index, int type) {
+    if (type == F32)
+        return load_f32((const float *)base + index);
+    VecHalf half;
+    memcpy(&half, (const uint16_t *)base + index, sizeof half);
+    return widen(half);
+}
+
+INLINE void store(void *base, int64_t index, Vec v, int type) {
+    if (type == F32) {
+        store_f32((float *)base + index, v);
+        return;
+    }
+    VecHalf half = narrow(v);
+    memcpy((uint16_t *)base + index, &half, sizeof half);
+}
+
+// Whole vectors of either type as floats, and back: what runs once a row or a tile needs no code per type.
+INLINE void load_all(float *to, const void *from, int64_t count, int64_t type) {
+    if (type == BF16)
+        for (int64_t i = 0; i < count; i += LANES)
+            store_f32(to + i, load(from, i, BF16));
+    else
+        memcpy(to, from, (size_t)count * sizeof *to);
+}
+
+// The first `count` numbers, and zeros after them; for the end of a row. `count` is below 16.
+INLINE Vec load_part(const void *base, int64_t index, int64_t count, int type) {
+    char buffer[64] = {0};
+    memcpy(buffer, at(base, index, type), (size_t)(count * size_of(type)));
+    return load(buffer, 0, type);
+}
+
+INLINE void store_part(void *base, int64_t index, int64_t count, Vec v, int type) {
+    char buffer[64];
+    store(buffer, 0, v, type);
+    memcpy(at_mut(base, index, type), buffer, (size_t)(count * size_of(type)));
+}
+
+INLINE Vec blend(VecInt mask, Vec yes, Vec no) { return (Vec)(((VecInt)yes & mask) | ((VecInt)no & ~mask)); }
+// The second argument where either is a NaN, as maxps does.
+INLINE Vec max_vec(Vec a, Vec b) { return blend(a > b, a, b); }
+INLINE Vec min_vec(Vec a, Vec b) { return blend(a < b, a, b); }
+
+INLINE float sum_lanes(Vec v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float lanes[LANES];
+    store_f32(lanes, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            lanes[i] += lanes[i + width];
+    return lanes[0];
+#endif
+}
+
+INLINE float max_lanes(Vec v) {
+    float lanes[LANES];
+    store_f32(lanes, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// The sums of 16 vectors' lanes, as one vector: with shuffles that do four sums at once.
+INLINE Vec sum_each(const Vec v[LANES]) {
+#ifdef __AVX512F__
+    __m512 pairs[8], fours[4], halves[2];
+    for (int i = 0; i < 8; i++) {
+        __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+        pairs[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
+        fours[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+    }
+    for (int i = 0; i < 2; i++) {
+        __m512 a = fours[2 * i], b = fours[2 * i + 1];
+        halves[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    }
+    return (Vec)(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88) +
+                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+    float sums[LANES];
+    for (int i = 0; i < LANES; i++)
+        sums[i] = sum_lanes(v[i]);
+    return load_f32(sums);
+#endif
+}
+
+// e to the x, within 2 units in the last place: 2^n times a polynomial of the rest in [-ln 2 / 2, ln 2 / 2]
+// (coefficients of Cephes' expf). Below -87 it is 0, above 88.7 infinite; a NaN stays one.
+INLINE Vec exp_vec(Vec x) {
+    Vec clamped = min_vec(max_vec(x, splat(-87.0f)), splat(88.7f));
+    const Vec magic = splat(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer
+    Vec n = (clamped * 1.44269504f + magic) - magic;
+    Vec r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    VecInt power = (__builtin_convertvector(n, VecInt) + 127) << 23;
+    Vec result = blend(x < -87.0f, splat(0.0f), p * (Vec)power);
+    result = blend(x > 88.7f, splat(INFINITY), result);
+    return blend(x != x, x, result);
+}

@@ -1,0 +1,90 @@
+"""The shared object with the native kernels that fits this CPU: chosen, compiled if need be, loaded once.
+
+The environment variable OCTAVO_KERNELS forces `reference`, `avx2` or `avx512`.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu import build
+
+log = logging.getLogger("octavo")
+
+# Element types, as the C side numbers them.
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "octavo_rms_norm": (None, [_P] * 5 + [_I] * 2 + [_F] + [_I] * 2),
+    "octavo_silu_and_mul": (None, [_P] * 2 + [_I] * 4),
+    "octavo_rope_store": (None, [_P] * 6 + [_I] * 7),
+    "octavo_paged_attention": (_I, [_P] * 7 + [_I] * 9 + [_F] * 2 + [_I] * 2),
+    "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
+    "octavo_pack_linear": (None, [_P] * 2 + [_I] * 3),
+    "octavo_linear": (None, [_P] * 4 + [_I] * 5),
+    "octavo_linear_int8": (_I, [_P] * 5 + [_I] * 5),
+}
+
+
+def native(x: Tensor) -> ctypes.CDLL | None:
+    """The library, if `x` is a tensor that it computes with."""
+    return library() if x.is_cpu and x.dtype in TYPES else None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where the reference serves instead: it was asked for, or (said once, loudly) nothing else can."""
+    forced = os.environ.get("OCTAVO_KERNELS")
+    if forced == "reference":
+        return None
+    try:
+        name = _choose(forced)
+        loaded = load(build.build(name))
+    except (build.BuildError, OSError) as error:
+        log.warning("CPU kernels run as the slow torch reference: %s", error)
+        return None
+    log.info("CPU kernels: %s", name)
+    return loaded
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Raises `OSError` when it is no shared object of this system."""
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name, None)
+        if function is None:
+            continue  # the products, without the instructions that make them worth having
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def supported() -> list[str]:
+    """The instruction sets that this CPU has, best first."""
+    return [name for name, needed in build.CPU_FLAGS.items() if needed <= _cpu_flags()]
+
+
+def _choose(forced: str | None) -> str:
+    known = supported()
+    if forced is not None and forced not in known:
+        allowed = ", ".join(["reference", *known])
+        raise build.BuildError(f"OCTAVO_KERNELS is '{forced}'; on this CPU it may be: {allowed}")
+    if not known:
+        raise build.BuildError(f"there are none for this CPU ({platform.machine()}): AVX2 is the least")
+    return forced or known[0]
+
+
+def _cpu_flags(lines: Iterable[str] | None = None) -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text().splitlines() if lines is None else lines
+    except OSError:
+        return frozenset()
+    flags = next((line for line in text if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())

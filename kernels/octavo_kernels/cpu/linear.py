@@ -1,0 +1,54 @@
+"""Native `ops.pack_linear` and `ops.linear`; see there for shapes."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.library import TYPES
+
+_PANEL = 32  # as linear.c has it
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in the order that the kernel reads it in, and the library that it was packed with."""
+
+    lib: ctypes.CDLL
+    packed: Tensor
+    out_features: int
+    in_features: int
+
+
+def takes(lib: ctypes.CDLL, weight: Tensor) -> bool:
+    # Without vdpbf16ps a product is compiled out: oneDNN's is the better one there.
+    return hasattr(lib, "octavo_linear") and weight.is_contiguous() and weight.shape[1] % 2 == 0
+
+
+def pack(lib: ctypes.CDLL, weight: Tensor) -> PackedLinear:
+    rows, columns = weight.shape
+    packed = weight.new_empty(-(-rows // _PANEL) * _PANEL * columns)
+    lib.octavo_pack_linear(weight.data_ptr(), packed.data_ptr(), rows, columns, TYPES[weight.dtype])
+    return PackedLinear(lib, packed, rows, columns)
+
+
+def multiply(x: Tensor, weight: PackedLinear, bias: Tensor | None) -> Tensor:
+    if not x.is_contiguous():
+        x = x.contiguous()
+    assert x.dtype == weight.packed.dtype
+    assert x.shape[-1] == weight.in_features
+    rows = x.shape[0]
+    out = x.new_empty((rows, weight.out_features))
+    weight.lib.octavo_linear(
+        x.data_ptr(),
+        weight.packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        weight.out_features,
+        weight.in_features,
+        TYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    return out

@@ -1,0 +1,75 @@
+"""Native `ops.paged_attention`; see there for shapes."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.library import TYPES
+
+# As attention.h has them.
+_MAX_HEAD_SIZE = 256
+_MAX_GROUP = 64
+_LANES = 16
+
+
+def takes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+) -> bool:
+    head_size = q.shape[2]
+    return (
+        head_size % _LANES == 0
+        and head_size <= _MAX_HEAD_SIZE
+        and q.shape[1] <= _MAX_GROUP * k_cache.shape[1]
+        and q.stride(2) == 1
+        and q.dtype == k_cache.dtype == v_cache.dtype
+        and block_tables.dtype == context_lens.dtype == query_start.dtype == torch.int32
+        and all(x.is_contiguous() for x in (k_cache, v_cache, block_tables, context_lens, query_start))
+    )
+
+
+def paged_attention(
+    lib: ctypes.CDLL,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    num_tokens, num_heads, head_size = q.shape
+    out = q.new_empty((num_tokens, num_heads, head_size))
+    sequences, table_width = block_tables.shape
+    failed = lib.octavo_paged_attention(
+        q.data_ptr(),
+        out.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_tables.data_ptr(),
+        context_lens.data_ptr(),
+        query_start.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        table_width,
+        sequences,
+        num_heads,
+        k_cache.shape[1],
+        k_cache.shape[2],
+        head_size,
+        window or 0,
+        scale,
+        soft_cap or 0.0,
+        TYPES[q.dtype],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for attention's list of tasks")
+    return out

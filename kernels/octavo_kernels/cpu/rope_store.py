@@ -1,0 +1,47 @@
+"""Native `ops.rope_and_store`; see there for shapes."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.library import TYPES
+
+
+def takes(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> bool:
+    return (
+        qkv.dtype == k_cache.dtype == v_cache.dtype
+        and cos.dtype == sin.dtype == torch.float32
+        and slot_mapping.dtype == torch.int64
+        and all(x.is_contiguous() for x in (qkv, cos, sin, k_cache, v_cache, slot_mapping))
+    )
+
+
+def rope_and_store(
+    lib: ctypes.CDLL,
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    lib.octavo_rope_store(
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        qkv.shape[0],
+        num_heads,
+        k_cache.shape[1],
+        qkv.shape[2],
+        k_cache.shape[2],
+        TYPES[qkv.dtype],
+        torch.get_num_threads(),
+    )
+    return qkv[:, :num_heads]
