@@ -28,6 +28,7 @@ def octavo_runner(args: argparse.Namespace, prompts: list[list[int]]) -> Callabl
         {
             "model": args.model,
             "dtype": args.dtype,
+            "quantization": args.quantization,
             "max_num_seqs": args.batch,
             "max_num_batched_tokens": max(args.batch, args.token_budget),
             "max_model_len": args.input + args.output,
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens of each")
     parser.add_argument("--output", type=int, default=128, help="output tokens of each")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantization", choices=["int8"], help="of Octavo's linear layers")
     parser.add_argument("--token-budget", type=int, default=2048, help="max_num_batched_tokens")
     parser.add_argument("--repeat", type=int, default=3, help="turns; medians are reported")
     parser.add_argument("--alone", action="store_true", help="without Transformers")

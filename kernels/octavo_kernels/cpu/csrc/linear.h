@@ -11,6 +11,7 @@
 #define PANEL 32
 #define STEP_BYTES 128          // of a panel
 #define MAX_M 12                // rows of a block
+#define MAX_M_INT8 6            // whose totals need registers too: at 32 rows 1.6 x as fast as 12
 #define M_TILE 192              // rows of x that a task does: they stay in the cache while panels pass by
 #define WEIGHTS_PER_TASK 65536  // a task's share of the weight, in numbers
 #define GROUP 128               // columns of int8 activations that share a scale
@@ -114,7 +115,7 @@ INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
     const int64_t begin = index / l->tasks_per_tile * M_TILE, end = min_i64(l->rows, begin + M_TILE);
     const int64_t panels = (l->outputs + PANEL - 1) / PANEL, first = index % l->tasks_per_tile * l->panels_per_task;
     const int64_t last = min_i64(panels, first + l->panels_per_task);
-    const int64_t blocks = (end - begin + MAX_M - 1) / MAX_M;
+    const int64_t most = type == INT8 ? MAX_M_INT8 : MAX_M, blocks = (end - begin + most - 1) / most;
     for (int64_t panel = first; panel < last; panel++)
         for (int64_t i = 0; i < blocks; i++) {  // blocks of equal size, or one row less
             const int64_t from = begin + (end - begin) * i / blocks, to = begin + (end - begin) * (i + 1) / blocks;
