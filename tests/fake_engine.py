@@ -50,10 +50,13 @@ class FakeEngine:
         self.broken: Exception | None = None
         self.closed = False
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
     def make_request(
         self, id: str, prompt: str | Sequence[int], params: SamplingParams, **settings: Any
     ) -> Request:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidArgument("the prompt is empty")
         return Request(id, tuple(ids), params, **settings)

@@ -42,7 +42,7 @@ def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) 
         ({"model": "m", "gpu_memory_utilization": 1.5}, "'gpu_memory_utilization' is 1.5; allowed: above 0"),
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
         ({"model": "m", "max_model_len": 1}, "'max_model_len' is 1; allowed: 2 and more"),
-        ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 and more"),
+        ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 to 1024"),
         ({"model": "m", "quantization": "awq"}, "'quantization' is 'awq'; allowed: null, 'gguf' and 'int8'"),
     ],
 )
@@ -50,6 +50,11 @@ def test_what_is_wrong_is_named_with_what_is_allowed(arguments: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         resolve(arguments)
     assert text in str(caught.value)
+
+
+def test_dtypes_have_two_names_as_in_vllm() -> None:
+    assert resolve({"model": "m", "dtype": "half"}).dtype == "float16"
+    assert resolve({"model": "m", "dtype": "float"}).dtype == "float32"
 
 
 def test_the_length_comes_from_the_model_and_cannot_exceed_it() -> None:

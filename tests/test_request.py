@@ -64,6 +64,8 @@ def test_values_are_taken_as_clients_send_them(given: dict[str, Any], expected: 
         ({"stop": [1]}, "'stop' is [1]; expected a string or a list of strings"),
         ({"stop_token_ids": "12"}, "'stop_token_ids' is '12'; expected a list of integers"),
         ({"stop_token_ids": [-1]}, "'stop_token_ids' is (-1,); allowed: token ids, 0 and more"),
+        ({"stop": {"a": 1}}, "'stop' is {'a': 1}; expected a string or a list of strings"),
+        ({"n": "2_0"}, "'n' is '2_0'; expected an integer"),
         ({"stop_token_ids": [5] * 257}, "allowed: at most 256"),
         ({"ignore_eos": "maybe"}, "'ignore_eos' is 'maybe'; expected true or false"),
         ({"max_tokens": 0}, "'max_tokens' is 0; allowed: 1 and more"),
@@ -77,3 +79,13 @@ def test_what_is_wrong_is_named_with_what_is_allowed(given: dict[str, Any], text
     assert text in str(caught.value)
     assert len(str(caught.value)) < 300
     assert caught.value.wire.startswith("[INVALID_ARG] ")
+
+
+def test_python_callers_are_read_as_strictly_as_the_wire() -> None:
+    params = SamplingParams(stop="abc", stop_token_ids=[1, 2], n="2")  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.n) == (("abc",), (1, 2), 2)
+    assert SamplingParams(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"'max_tokens' is 2.5; expected an integer"):
+        SamplingParams(max_tokens=2.5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"'temperature' is None; expected a number"):
+        SamplingParams(temperature=None)  # type: ignore[arg-type]

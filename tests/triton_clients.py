@@ -30,7 +30,7 @@ def make_repository(
     for key, value in (parameters or {}).items():
         config += f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
     (folder / "llm" / "config.pbtxt").write_text(config)
-    (version / "model.json").write_text(json.dumps({"model": MODEL, **engine}))
+    (version / "model.json").write_text(json.dumps({"model": MODEL} | engine))
     if backend == "python":
         project = Path(__file__).parents[1]
         shutil.copy(project / "model_repository/llm/1/model.py", version)

@@ -81,7 +81,7 @@ class EngineConfig:
             "num_gpu_blocks_override",
             "1 and more",
         )
-        require(self.num_threads is None or self.num_threads >= 1, "num_threads", "1 and more")
+        require(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) == 1, name, "1 in this version")
         require(self.quantization in (None, "gguf", "int8"), "quantization", "null, 'gguf' and 'int8'")
@@ -117,6 +117,8 @@ def resolve(arguments: Mapping[str, Any]) -> EngineConfig:
     if ignored:
         log.info("engine arguments that Octavo has no use for: %s", ", ".join(ignored))
     values = {key: value for key, value in arguments.items() if key not in IGNORED}
+    if values.get("dtype") in ("half", "float"):  # vLLM's other names for two of them
+        values["dtype"] = {"half": "float16", "float": "float32"}[values["dtype"]]
     for key in values:
         if key not in _FIELDS:
             near = get_close_matches(key, _FIELDS, n=1)

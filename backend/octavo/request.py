@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -52,6 +52,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _converted(item, getattr(self, item.name)))
+
         def require(ok: bool, name: str, allowed: str) -> None:
             if not ok:
                 value = repr(getattr(self, name))
@@ -85,35 +88,35 @@ class SamplingParams:
 
         Raises `InvalidArgument` that names an unknown key (and the nearest known one) or a bad value.
         """
-        known: dict[str, Any] = {}
-        for name, value in values.items():
-            convert = _CONVERTERS.get(name)
-            if convert is None:
+        for name in values:
+            if name not in _NAMES:
                 raise InvalidArgument(_unknown(name))
-            if value is None:
-                continue
-            try:
-                known[name] = convert(value)
-            except (ValueError, TypeError, KeyError, OverflowError):
-                raise InvalidArgument(
-                    f"'{name}' is {repr(value)[:80]}; expected {_EXPECTED[convert]}"
-                ) from None
-        return cls(**known)
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 def _unknown(name: str) -> str:
     shown = repr(name[:80])
     if name in _UNSUPPORTED:
         return f"sampling parameter {shown} is not supported by this version"
-    near = get_close_matches(name, _CONVERTERS, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(sorted(_CONVERTERS))}"
+    near = get_close_matches(name, _NAMES, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(sorted(_NAMES))}"
     return f"unknown sampling parameter {shown}{hint}"
+
+
+def _converted(item: Field[Any], value: Any) -> Any:
+    if value is None and item.default is None:
+        return None
+    convert = _BY_TYPE[item.type]
+    try:
+        return convert(value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise InvalidArgument(f"'{item.name}' is {repr(value)[:80]}; expected {_EXPECTED[convert]}") from None
 
 
 def _int(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
-    if isinstance(value, float) and not value.is_integer():
+    if (isinstance(value, float) and not value.is_integer()) or (isinstance(value, str) and "_" in value):
         raise ValueError
     return int(value)
 
@@ -133,6 +136,8 @@ def _bool(value: Any) -> bool:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
+    if isinstance(value, Mapping):
+        raise TypeError
     values = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(v, str) for v in values):
         raise TypeError
@@ -160,10 +165,10 @@ _BY_TYPE: dict[Any, Callable[[Any], Any]] = {
     tuple[str, ...]: _strings,
     tuple[int, ...]: _ints,
 }
-_CONVERTERS = {f.name: _BY_TYPE[f.type] for f in fields(SamplingParams)}
+_NAMES = frozenset(f.name for f in fields(SamplingParams))
 
 # Every name that is a sampling parameter somewhere, whether this version has code for it or not.
-SAMPLING_NAMES = _UNSUPPORTED.union(_CONVERTERS)
+SAMPLING_NAMES = _UNSUPPORTED.union(_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

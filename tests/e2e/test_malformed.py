@@ -1,6 +1,7 @@
 """Malformed input: each kind gets its code and a text that names what is wrong, and nobody else notices."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,14 +112,23 @@ def test_what_triton_itself_cannot_read_does_no_harm(llm: RunningServer, body: b
     assert answer.keys() == {"error"}
 
 
-def test_a_long_prompt_that_is_being_tokenised_stalls_nobody(llm: RunningServer) -> None:
-    with GrpcStream(llm) as slow, GrpcStream(llm) as quick:
-        slow.send(text_input="many words " * 400_000)
-        quick.send(text_input="Hello", sampling_parameters='{"max_tokens": 1}')
-        assert quick.all()[-1].error is None
-        assert slow.is_silent()
-        assert slow.error().endswith("so at most 511 fit beside one new token")
+def test_prompts_of_megabytes_are_refused_before_seconds_are_spent_on_them(llm: RunningServer) -> None:
+    text = "many words " * 400_000
+    chat = json.dumps([{"role": "user", "content": text}])
+    for prompt in ({"text_input": text}, {"messages": chat[:1_000_000] + '"}]'}):
+        started = time.monotonic()
+        status, answer = post(llm, "generate", prompt)
+        assert status == 400
+        assert " characters; max_model_len is 512 tokens, and at most " in answer["error"]
+        assert time.monotonic() - started < 2
 
 
 def test_the_server_is_as_good_as_before(llm: RunningServer) -> None:
     assert generate(llm, text_input="Hello", max_tokens=1)["text_output"].startswith("Hello")
+
+
+@pytest.mark.parametrize("field", ["id", "cache_salt"])
+def test_bytes_that_are_not_utf8_in_an_id_or_a_parameter(llm: RunningServer, field: str) -> None:
+    status, answer = post(llm, "generate", b'{"text_input": "a", "' + field.encode() + b'": "\xff"}')
+    assert status == 400
+    assert answer["error"].startswith("[INVALID_ARG] the request's id or a parameter is not UTF-8")

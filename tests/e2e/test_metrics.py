@@ -1,10 +1,15 @@
-"""The metrics after a load whose numbers are known."""
+"""The metrics after a load whose numbers are known, and after the model was replaced."""
 
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
 
 from octavo.serving.launcher import RunningServer
-from triton_clients import Metrics, generate, post
+from tiny import tiny_llama
+from triton_clients import Metrics, generate, make_repository, post
 
 LOAD = 'The same prompt for everyone, a little longer than one block of the cache so that it can be "found".'
 TOTALS = (
@@ -61,3 +66,27 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
         assert after.value(gauge, instance="llm_0_0", **LABELS) == 0
     assert after.value("octavo:ready", instance="llm_0_0", **LABELS) == 1
     assert after.value("vllm:num_preemptions_total") == 0
+
+
+def test_metrics_and_model_outlive_reloading(
+    start_server: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    """A reload has two instances at once for a moment: the old one must not take the metrics along."""
+    tiny_llama(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    repository = make_repository(
+        tmp_path / "repository", backend="octavo", model=folder, max_model_len=128, num_threads=1
+    )
+    server = start_server(repository)
+    for count in range(1, 4):
+        assert generate(server, text_input="the", max_tokens=4)["text_output"]
+        totals = read(server)
+        assert totals.value("vllm:e2e_request_latency_seconds_count", **LABELS) == count
+        assert totals.value("octavo:ready", instance="llm_0_0", **LABELS) == 1
+        (repository / "llm" / "config.pbtxt").touch()
+        answer = httpx.post(f"http://{server.http}/v2/repository/models/llm/load", json={}, timeout=60)
+        assert answer.status_code == 200
+    assert httpx.post(f"http://{server.http}/v2/repository/models/llm/unload", json={}).status_code == 200
+    deadline = time.monotonic() + 10
+    while read(server).value("octavo:ready", instance="llm_0_0", **LABELS) != 0:
+        assert time.monotonic() < deadline

@@ -1,6 +1,7 @@
 """The engine on a tiny random model: the same tokens as Transformers, however the work is cut up."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,38 @@ def test_generate_raises_what_is_wrong_with_a_prompt_before_anything_runs(engine
     with pytest.raises(InvalidArgument, match="give a list of prompts"):
         engine.generate("a")
     assert not engine.has_work
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 256 * engine.tokenizer.most_token_bytes
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, _: [5] * len(text))
+    with pytest.raises(PromptTooLong, match=f"{most + 1} characters; .* at most {most} characters"):
+        engine.make_request("r", "x" * (most + 1))
+    with pytest.raises(PromptTooLong, match=f"{most} tokens"):
+        engine.make_request("r", "x" * most)
+
+
+def test_an_interrupt_takes_effect_between_steps_and_leaves_the_engine_usable(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    before = engine.generate([PROMPTS[3]], greedy)[0].outputs[0].token_ids
+    run = engine._executor._runner.run
+
+    def interrupted_run(inputs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return run(inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._executor._runner, "run", interrupted_run)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, greedy)
+    engine.check_integrity()
+    assert not engine.has_work
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert engine.generate([PROMPTS[3]], greedy)[0].outputs[0].token_ids == before
 
 
 def test_text_in_text_out(engine: Engine) -> None:

@@ -72,7 +72,7 @@ def test_instances_share_counters_and_have_gauges_of_their_own(triton: FakeTrito
 
 def test_latencies_of_a_request(triton: FakeTriton) -> None:
     metrics = make(triton)
-    request = OpenRequest("r", "", None)  # type: ignore[arg-type]
+    request = OpenRequest("r", None)  # type: ignore[arg-type]
     request.reply = Reply(SamplingParams(n=2), Returns(), stream=True)
     now = time.monotonic()
     request.arrived_s, request.first_token_s, request.last_token_s = now - 3, now - 2, now - 1
@@ -85,7 +85,7 @@ def test_latencies_of_a_request(triton: FakeTriton) -> None:
 
 def test_one_token_has_no_time_between_tokens_and_none_no_first(triton: FakeTriton) -> None:
     metrics = make(triton)
-    request = OpenRequest("r", "", None)  # type: ignore[arg-type]
+    request = OpenRequest("r", None)  # type: ignore[arg-type]
     request.reply = Reply(SamplingParams(), Returns(), stream=True)
     metrics.observe(request)
     request.count_tokens(1)
@@ -105,7 +105,7 @@ def test_a_server_without_histograms_gets_the_rest(triton: FakeTriton) -> None:
 def test_a_server_without_metrics_costs_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     metrics = TritonMetrics(None, "llm", "1", "llm_0_0")
     metrics.update(stats(), ready=True)
-    metrics.observe(OpenRequest("r", "", None))  # type: ignore[arg-type]
+    metrics.observe(OpenRequest("r", None))  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == [
         "no metrics of the engine: this server has no custom metrics"
     ]

@@ -18,7 +18,7 @@ from octavo.engine.metrics import EngineStats
 from octavo.engine.offline import Completion, generate
 from octavo.engine.scheduler import Scheduler, SequenceOutput
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import Cancelled, InvalidArgument, OctavoError, StepFailed
+from octavo.errors import Cancelled, InvalidArgument, OctavoError, PromptTooLong, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.protocol import StepPlan
 from octavo.request import Request, SamplingParams, Sink
@@ -62,6 +62,20 @@ class Engine:
             f"({self.config.max_model_len}); limited by {self._executor.kv_limit}"
         )
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Refuses, before seconds are spent on it, a text that no tokens can make short enough.
+
+        Raises `InvalidArgument`, `PromptTooLong`. Any thread.
+        """
+        assert self.config.max_model_len is not None
+        most = self.config.max_model_len * self.tokenizer.most_token_bytes
+        if len(text) > most:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters; max_model_len is {self.config.max_model_len} "
+                f"tokens, and at most {most} characters fit into so many"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
     def make_request(
         self,
         id: str,
@@ -74,7 +88,7 @@ class Engine:
     ) -> Request:
         """Tokenises and checks a prompt. Raises `InvalidArgument`, `PromptTooLong`. Any thread."""
         params = params or SamplingParams()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         self._scheduler.check(len(ids), params)
         vocab_size = self.model_config.vocab_size
         for name, tokens in (("input_ids", ids), ("stop_token_ids", params.stop_token_ids)):

@@ -1,8 +1,12 @@
 """`Engine.generate`: a list of prompts in, a list of completions out, on the caller's thread."""
 
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from octavo.errors import InvalidArgument, OctavoError
@@ -78,8 +82,11 @@ def generate(
     try:
         for request in requests:
             engine.add(request, take)
-        while engine.has_work and not errors:
-            engine.step()
+        with _interrupts_between_steps() as interrupted:
+            while engine.has_work and not errors:
+                engine.step()
+                if interrupted():
+                    raise KeyboardInterrupt
         if errors:
             raise errors[0]
     finally:
@@ -87,6 +94,27 @@ def generate(
         for request in requests:  # those left over after an error or Ctrl-C
             engine.abort(request.id)
     return completions
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], bool]]:
+    """Puts Ctrl-C off to the end of a step, so that the engine stays usable; a second one comes at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    count = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: count > 0
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Bar:

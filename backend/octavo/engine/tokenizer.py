@@ -43,6 +43,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._chat_template = ChatTemplate(chat_template, where) if chat_template else None
         self.vocabulary = Vocabulary.of(backend, where, model.vocab_size if model else 0)
+        self.most_token_bytes = max(map(len, self.vocabulary.token_bytes), default=0)  # of the longest token
         self.bos_token_id: int | None = self._id_of("bos_token")
         eos = self._id_of("eos_token")
         own_eos = () if eos is None else (eos,)

@@ -101,7 +101,7 @@ class Intake:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, codec.Chat):
             text = self._engine.tokenizer.render_chat(prompt.messages)
-            prompt = tuple(self._engine.tokenizer.encode(text, add_special_tokens=False))
+            prompt = tuple(self._engine.encode(text, add_special_tokens=False))
         ready = self._engine.make_request(
             request.id,
             prompt,

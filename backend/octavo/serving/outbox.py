@@ -31,9 +31,9 @@ class OpenRequest:
     engine gets the request. The rest belongs to the sender thread; times are those of `time.monotonic()`.
     """
 
-    def __init__(self, id: str, client_id: str, sender: ResponseSender) -> None:
+    def __init__(self, id: str, sender: ResponseSender) -> None:
         self.id = id
-        self.client_id = client_id
+        self.client_id = ""
         self.sender = sender
         self.tensors: Tensors = {}
         self.parameters = ""
@@ -83,8 +83,8 @@ class Outbox:
         self._numbers = itertools.count(1)
         self._woken = False
 
-    def open(self, client_id: str, sender: ResponseSender) -> OpenRequest:
-        request = OpenRequest(f"request-{next(self._numbers)}", client_id, sender)
+    def open(self, sender: ResponseSender) -> OpenRequest:
+        request = OpenRequest(f"request-{next(self._numbers)}", sender)
         with self._changed:
             self._open[request.id] = request
         return request

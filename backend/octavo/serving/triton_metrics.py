@@ -5,6 +5,7 @@ value set is a round trip to the server, so nothing here runs on the engine's th
 is passed in; a server without custom metrics, or one that has them switched off, costs one log line.
 """
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -72,6 +73,25 @@ class _Counter:
             self.exported = total
 
 
+def _keep(server_object: Any) -> Any:
+    """Keeps an object from ever being destroyed, when the interpreter ends included.
+
+    Destroying a metric or a family takes the series of its name and labels out of the server, whoever else
+    still writes to them: another model, or the instance that replaces this one in a reload, which then writes
+    to freed memory (seen to corrupt the heap of a 24.10 server).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server_object))
+    return server_object
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    family: Any
+
+    def metric(self, **arguments: Any) -> Any:
+        return _keep(self.family.Metric(**arguments))
+
+
 class TritonMetrics:
     """Metrics of one model instance. `family` is `pb_utils.MetricFamily`, None where there is none.
 
@@ -83,7 +103,6 @@ class TritonMetrics:
         self._counters: dict[str, _Counter] = {}
         self._finished: dict[str, _Counter] = {}
         self._histograms: dict[str, Any] = {}
-        self._families: list[Any] = []  # a family must outlive its metrics
         labels = {"model": model, "version": version}
         try:
             if family is None:
@@ -91,7 +110,8 @@ class TritonMetrics:
             self._create(family, labels, {**labels, "instance": instance})
         except Exception as error:
             log.warning("no metrics of the engine: %s", error)
-            self.close()
+            for metrics in (self._gauges, self._counters, self._finished, self._histograms):
+                metrics.clear()
 
     def update(self, stats: EngineStats, ready: bool) -> None:
         for name, metric in self._gauges.items():
@@ -113,28 +133,26 @@ class TritonMetrics:
             self._histograms[_TIME_PER_OUTPUT_TOKEN].observe((last_s - first_s) / steps)
 
     def close(self) -> None:
-        """Gives the metrics back to the server, which must still be there."""
-        for metrics in (self._gauges, self._counters, self._finished, self._histograms):
-            metrics.clear()
-        self._families.clear()
+        """Shows a model that is gone as idle and not ready. Its series stay; see `_keep`."""
+        for metric in self._gauges.values():
+            metric.set(0.0)
 
     def _create(self, family: Any, labels: dict[str, str], gauge_labels: dict[str, str]) -> None:
-        def make(name: str, help: str, kind: Any) -> Any:
-            self._families.append(family(name=name, description=help, kind=kind))
-            return self._families[-1]
+        def make(name: str, help: str, kind: Any) -> _Family:
+            return _Family(_keep(family(name=name, description=help, kind=kind)))
 
         for name, (help, _) in _GAUGES.items():
-            self._gauges[name] = make(name, help, family.GAUGE).Metric(labels=gauge_labels)
+            self._gauges[name] = make(name, help, family.GAUGE).metric(labels=gauge_labels)
         ready = make(_READY, "1 while the model takes requests, else 0.", family.GAUGE)
-        self._gauges[_READY] = ready.Metric(labels=gauge_labels)
+        self._gauges[_READY] = ready.metric(labels=gauge_labels)
         for name, (help, _) in _COUNTERS.items():
-            self._counters[name] = _Counter(make(name, help, family.COUNTER).Metric(labels=labels))
+            self._counters[name] = _Counter(make(name, help, family.COUNTER).metric(labels=labels))
         finished = make(_FINISHED, "Requests that ended, by how.", family.COUNTER)
         for reason in _REASONS:
-            self._finished[reason] = _Counter(finished.Metric(labels={**labels, "finished_reason": reason}))
+            self._finished[reason] = _Counter(finished.metric(labels={**labels, "finished_reason": reason}))
         if not hasattr(family, "HISTOGRAM"):
             log.info("no latency histograms: this server's metrics have none")
             return
         for name, (help, buckets) in _HISTOGRAMS.items():
             histogram = make(name, help, family.HISTOGRAM)
-            self._histograms[name] = histogram.Metric(labels=labels, buckets=buckets)
+            self._histograms[name] = histogram.metric(labels=labels, buckets=buckets)

@@ -17,11 +17,12 @@ import triton_python_backend_utils as pb_utils
 
 from octavo.engine.engine import Engine
 from octavo.engine.loop import EngineLoop
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, InvalidArgument, OctavoError
 from octavo.serving import codec, strict_json
 from octavo.serving.codec import Tensors
 from octavo.serving.intake import Intake
 from octavo.serving.outbox import OpenRequest, Outbox
+from octavo.serving.parent_watch import ParentWatch
 from octavo.serving.sender import Sender
 from octavo.serving.shutdown_signal import ShutdownSignal
 from octavo.serving.triton_metrics import TritonMetrics
@@ -82,16 +83,18 @@ class TritonPythonModel:
             on_tick=self._update_metrics,
         )
         self._shutdown_signal = ShutdownSignal(self._drain)
+        self._parent_watch = ParentWatch()
         self._draining = False
-        for part in (self._loop, self._sender, self._intake, self._shutdown_signal):
+        for part in (self._loop, self._sender, self._intake, self._shutdown_signal, self._parent_watch):
             part.start()
         log.info("%s: version %s is ready", args["model_instance_name"], args["model_version"])
 
     def execute(self, requests: list[Any]) -> None:
         """Queues the requests. They are answered later, each by its own response sender."""
         for request in requests:
-            opened = self._outbox.open(request.request_id(), request.get_response_sender())
+            opened = self._outbox.open(request.get_response_sender())
             try:
+                opened.client_id = request.request_id()
                 parameters = request.parameters()
                 arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 num_bytes = codec.check_sizes(arrays, parameters)
@@ -101,6 +104,9 @@ class TritonPythonModel:
                 self._intake.put(opened, num_bytes)
             except OctavoError as error:
                 self._outbox.fail(opened, error)
+            except UnicodeDecodeError as error:
+                what = f"the request's id or a parameter is not UTF-8: {error.reason} at byte {error.start}"
+                self._outbox.fail(opened, InvalidArgument(what))
             except Exception as error:
                 log.exception("request %s could not be read", opened)
                 self._outbox.fail(opened, OctavoError(f"the request could not be read: {error!r}"))
@@ -117,6 +123,7 @@ class TritonPythonModel:
         self._sender.stop(_JOIN_S)
         self._metrics.close()
         self._engine.close()
+        self._parent_watch.close()
         log.info("unloaded")
         log.removeHandler(self._log_handler)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo_kernels import host_memory
 from octavo_kernels.cpu.library import TYPES
 
 _PANEL = 32  # as linear.c has it
@@ -28,7 +29,7 @@ def takes(lib: ctypes.CDLL, weight: Tensor) -> bool:
 
 def pack(lib: ctypes.CDLL, weight: Tensor) -> PackedLinear:
     rows, columns = weight.shape
-    packed = weight.new_empty(-(-rows // _PANEL) * _PANEL * columns)
+    packed = host_memory.empty((-(-rows // _PANEL) * _PANEL * columns,), weight.dtype, weight.device)
     lib.octavo_pack_linear(weight.data_ptr(), packed.data_ptr(), rows, columns, TYPES[weight.dtype])
     return PackedLinear(lib, packed, rows, columns)
 
