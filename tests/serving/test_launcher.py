@@ -238,6 +238,8 @@ def test_a_taken_port_is_named_with_what_to_pass(
     [
         ({"http_port": 8123, "grpc_port": 8123}, "--http-port and --grpc-port are both 8123"),
         ({"host": "203.0.113.7"}, "'203.0.113.7' is not an address of this machine"),
+        ({"host": "::1"}, "'::1' is no address to listen on; give a name or an IPv4 address"),
+        ({"host": ""}, "'' is no address to listen on"),
         ({"host": "no such host"}, "'no such host' is no address to listen on"),
         ({"backend_names": ("python",)}, "cannot be offered as the backend 'python'; try --as vllm"),
         ({"backend_names": ("../x",)}, "cannot be offered as the backend '../x'"),

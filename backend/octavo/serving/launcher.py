@@ -140,7 +140,13 @@ class RunningServer:
         backends = installation.assemble_backends(server, options.backend_names)
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            with log_path.open("wb") as log:
+            log = log_path.open("wb")
+        except OSError as error:
+            raise LaunchError(
+                f"the log {log_path} cannot be written: {error.strerror}; pass another with --log-file"
+            ) from error
+        try:
+            with log:
                 process = subprocess.Popen(
                     [sys.executable, "-ISc", _DIE_WITH_PARENT, *command(options, server, backends)],
                     stdin=subprocess.DEVNULL,
@@ -253,6 +259,8 @@ def _zombies(group: int) -> Iterator[int]:
 
 
 def _check_ports(options: LaunchOptions) -> None:
+    if not options.host or ":" in options.host:
+        raise LaunchError(f"'{options.host}' is no address to listen on; give a name or an IPv4 address")
     seen: dict[int, str] = {}
     for service in ("http", "grpc", "metrics"):
         option = f"--{service}-port"
@@ -274,7 +282,6 @@ def _check_ports(options: LaunchOptions) -> None:
 
 
 def _bind(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that is winding down is free
         probe.bind((host, port))
