@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from octavo.serving.launcher import SHARED_MEMORY, RunningServer
+from tiny import tiny_llama
 from triton_clients import GrpcStream, generate_stream, make_repository, post
 
 ENDLESS = json.dumps({"max_tokens": 2000, "ignore_eos": True})
@@ -66,3 +68,33 @@ def test_everyone_is_answered_when_the_server_is_told_to_end(
     assert not is_alive(server.process.pid)
     assert not list(SHARED_MEMORY.glob(f"{server.options.shm_prefix}*"))
     assert "successfully unloaded 'llm' version 1" in server.log_path.read_text(errors="replace")
+
+
+def test_a_model_s_process_ends_with_a_server_that_was_killed(
+    start_server: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    tiny_llama(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    repository = make_repository(
+        tmp_path / "repository", backend="octavo", model=folder, max_num_seqs=32, num_threads=1
+    )
+    server = start_server(repository)
+    endless = json.dumps({"max_tokens": 1000, "ignore_eos": True, "n": 32})
+    with GrpcStream(server) as stream:
+        stream.send(text_input="the", stream=True, sampling_parameters=endless)
+        stream.next()
+        models = children(server.process.pid)
+        assert len(models) == 1
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{models[0]}").exists():
+            assert time.monotonic() < deadline, "the model's process is still there"
+            time.sleep(0.1)
+
+
+def children(parent: int) -> list[int]:
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    fields = [stat.rpartition(")")[2].split() for stat in stats]
+    pids = [int(stat.partition(" ")[0]) for stat in stats]
+    return [pid for pid, field in zip(pids, fields, strict=True) if int(field[1]) == parent]
