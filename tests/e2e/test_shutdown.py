@@ -1,5 +1,6 @@
 """The end of a server with requests in flight: each is answered, and nothing is left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -94,7 +95,10 @@ def test_a_model_s_process_ends_with_a_server_that_was_killed(
 
 
 def children(parent: int) -> list[int]:
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-    fields = [stat.rpartition(")")[2].split() for stat in stats]
-    pids = [int(stat.partition(" ")[0]) for stat in stats]
-    return [pid for pid, field in zip(pids, fields, strict=True) if int(field[1]) == parent]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            pid, _, rest = path.read_text().partition(" ")
+            if int(rest.rpartition(")")[2].split()[1]) == parent:
+                found.append(int(pid))
+    return found
