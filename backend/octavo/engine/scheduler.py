@@ -237,7 +237,7 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while draft.budget > 0:
+        while draft.budget > 0 and len(self._admission):
             # Children born in this step hold the seats that their parent kept for them.
             most_tokens = None if self._chunked else draft.budget
             seq = self._admission.take(self._running + draft.born, most_tokens)

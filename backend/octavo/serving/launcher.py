@@ -28,6 +28,8 @@ SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.05
 _MODEL_SHARE = 2 / 3  # of the exit timeout is a model's for its requests; the rest is for unloading
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is in between
+_STUB_TIMEOUT_S = 1800  # a model of many GiB takes its time to load
+_SHM_BYTES = 16 << 20  # at first, and to grow by: the server's 1 MiB is outgrown by the first few requests
 _KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
 _LOADING_GRACE_S = 2.0  # a server that still loads has nothing in flight, and does not listen
 _DEAD_STUB_S = 3.0  # the server notices most deaths by itself within a second
@@ -52,9 +54,6 @@ class LaunchOptions:
     backend_names: tuple[str, ...] = ("octavo",)
     log_verbose: int = 0
     exit_timeout_s: int = 30
-    stub_timeout_s: int = 1800  # a model of many GiB takes its time to load
-    shm_initial_bytes: int = 16 << 20  # the server's default, 1 MiB, is outgrown by the first few requests
-    shm_growth_bytes: int = 16 << 20
     extra_arguments: tuple[str, ...] = ()
     shm_prefix: str = field(default_factory=lambda: f"octavo-{os.getpid()}-{secrets.token_hex(4)}-")
 
@@ -90,9 +89,9 @@ def command(options: LaunchOptions, server: installation.Installation, backends:
     """The server's command line. What the user added comes last, so that it wins."""
     python_backend = {
         "shm-region-prefix-name": options.shm_prefix,
-        "shm-default-byte-size": options.shm_initial_bytes,
-        "shm-growth-byte-size": options.shm_growth_bytes,
-        "stub-timeout-seconds": options.stub_timeout_s,
+        "shm-default-byte-size": _SHM_BYTES,
+        "shm-growth-byte-size": _SHM_BYTES,
+        "stub-timeout-seconds": _STUB_TIMEOUT_S,
     }
     arguments = [
         str(server.executable),

@@ -19,9 +19,8 @@ from octavo.worker.model_runner import ModelRunner, run_largest_step
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Samples, sample
 
-_SCHEMES: dict[str | None, Scheme] = {
-    "int8": Int8()
-}  # by `quantization`; all else is unquantised, a GGUF file once it is read
+# By `quantization`. All else is unquantised, a GGUF file too once it is read.
+_SCHEMES: dict[str | None, Scheme] = {"int8": Int8()}
 
 _UNUSABLE = "the model gave no usable probabilities for this sequence's next token (a NaN, or none allowed)"
 
