@@ -1,4 +1,4 @@
-// The inner products of attention, over a tile of keys that one KV head has in the cache.
+// What the parts of attention share: the problem, a task of it, and the softmax over a tile of keys.
 #pragma once
 #include "vec.h"
 
@@ -6,70 +6,102 @@
 #define MAX_ROWS 64   // queries x heads that share a KV head, in one task
 #define MAX_HEAD 256  // numbers of a head
 
-// Products of one query with 16 keys. `keys` must hold 16 pointers; more than `count` may repeat one.
-INLINE Vec score_16(const float *q, const float *const *keys, int64_t head_size) {
-    Vec sums[LANES];
-    for (int half = 0; half < LANES; half += 8) {  // 8 pointers and 8 sums stay in registers
-        Vec *s = sums + half;
-        const float *const *k = keys + half;
-        for (int j = 0; j < 8; j++)
-            s[j] = (Vec){0};
-        for (int64_t i = 0; i < head_size; i += LANES) {
-            const Vec x = load_f32(q + i);
-            for (int j = 0; j < 8; j++)
-                s[j] += x * load_f32(k[j] + i);
-        }
-    }
-    return sum_each(sums);
+typedef struct Attention Attention;
+
+typedef struct {
+    int64_t sequence, head, query, queries, rows, position;  // of the first query, in its sequence
+    int64_t first_key, end_key;
+} Work;
+
+// Running state of the rows' softmaxes. Powers are of two: `best` is the highest score times log2 e.
+typedef struct {
+    float out[MAX_ROWS * MAX_HEAD], best[MAX_ROWS], total[MAX_ROWS * LANES];  // the sum of 16
+} Rows;
+
+// Memory for one task's queries and one tile, in the form that the products of the type take.
+typedef struct {
+    int64_t offsets[2][TILE];  // of this tile and of the next
+    float scores[MAX_ROWS * TILE];
+    union {
+        struct {
+            float q[MAX_ROWS * MAX_HEAD], numbers[TILE * MAX_HEAD];
+            const float *rows[TILE];
+        } floats;
+        struct {
+            uint32_t q[MAX_ROWS * MAX_HEAD / 2], shares[MAX_ROWS * TILE / 2];
+            uint32_t keys[MAX_HEAD / 2 * TILE], values[TILE / 2 * MAX_HEAD];
+        } pairs;
+    };
+} Scratch;
+
+// What a task does with a tile: `score` makes shares of its keys, `add` adds up its values by them.
+typedef struct {
+    void (*take_query)(const Attention *a, Scratch *s, int64_t row, const void *q);
+    void (*score)(const Attention *a, const Work *w, Rows *rows, Scratch *s, const int64_t *offsets, int64_t key,
+                  int64_t count);
+    void (*add)(const Attention *a, const Work *w, Rows *rows, Scratch *s, const int64_t *offsets, int64_t count);
+    void (*finish)(const Attention *a, float *out);  // a row
+} Products;
+
+struct Attention {
+    const void *q;
+    void *out;
+    const char *k_cache, *v_cache;
+    const int32_t *tables, *contexts, *starts;  // [S, table_width], [S], [S + 1]
+    int64_t q_row, q_head, table_width, sequences, heads, kv_heads, block_size, head_size, window, type;
+    float scale, soft_cap;
+    // Worked out of the above.
+    int64_t group, queries_per_task, heads_per_task, parts;
+    const int64_t *first_task;  // [S + 1] of each sequence, before heads and parts
+    float *partial;             // [tasks, rows, head_size + 2] when keys are divided
+    int64_t max_rows;
+    Products products;
+};
+
+INLINE Vec capped(Vec scores, float cap) {
+    const Vec e = exp_vec(scores * (2.0f / cap));
+    return cap * (1.0f - 2.0f / (e + 1.0f));  // cap x tanh(score / cap)
 }
 
-// out[row][0 .. 16 chunks) += sum over keys of share[row][key] x value[key], for a few rows at once so that a
-// value is loaded once for all of them.
-INLINE void add_values(float *out, int64_t out_stride, const float *shares, const float *const *values,
-                       int64_t offset, int64_t count, int rows, int chunks) {
-    Vec sums[4][4];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < chunks; c++)
-            sums[r][c] = load_f32(out + r * out_stride + c * LANES);
-    for (int64_t key = 0; key < count; key++) {
-        Vec v[4];
-        for (int c = 0; c < chunks; c++)
-            v[c] = load_f32(values[key] + offset + c * LANES);
-        for (int r = 0; r < rows; r++) {
-            const Vec share = splat(shares[r * TILE + key]);
-            for (int c = 0; c < chunks; c++)
-                sums[r][c] += share * v[c];
+// Products of one row and the tile's keys become shares of the softmax so far; what came before is scaled down.
+// The shares are of `type`, and in the products' place where that is float32.
+INLINE void softmax_row(const Attention *a, const Work *w, Rows *rows, int64_t row, int64_t key, int64_t count,
+                        float *scores, void *shares, int type) {
+    const int64_t position = w->position + row / a->group;
+    const int64_t first = a->window ? position - a->window + 1 - key : 0;  // the visible, counted in the tile
+    const int64_t end = min_i64(count, position + 1 - key);
+    const int64_t whole = (count + LANES - 1) / LANES * LANES;
+    const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (end <= 0 || first >= count) {
+        memset(shares, 0, (size_t)(whole * size_of(type)));
+        return;
+    }
+    const float to_log2 = 1.44269504f * (a->soft_cap > 0 ? 1.0f : a->scale);
+    Vec highest = splat(-INFINITY);
+    for (int64_t j = 0; j < whole; j += LANES) {
+        Vec score = load_f32(scores + j);
+        if (a->soft_cap > 0)
+            score = capped(score * a->scale, a->soft_cap);
+        if (j < first || j + LANES > end) {
+            const VecInt visible = (lane >= (int32_t)(first - j)) & (lane < (int32_t)(end - j));
+            score = blend(visible, score, splat(-INFINITY));
         }
+        highest = max_vec(score, highest);
+        store_f32(scores + j, score);
     }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < chunks; c++)
-            store_f32(out + r * out_stride + c * LANES, sums[r][c]);
-}
-
-INLINE void add_values_chunks(float *out, int64_t out_stride, const float *shares, const float *const *values,
-                              int64_t offset, int64_t count, int rows, int chunks) {
-    switch (chunks) {
-    case 1: add_values(out, out_stride, shares, values, offset, count, rows, 1); break;
-    case 2: add_values(out, out_stride, shares, values, offset, count, rows, 2); break;
-    case 3: add_values(out, out_stride, shares, values, offset, count, rows, 3); break;
-    default: add_values(out, out_stride, shares, values, offset, count, rows, 4);
+    float *total = rows->total + row * LANES;
+    const float best = fmaxf(rows->best[row], max_lanes(highest) * to_log2);
+    if (best > rows->best[row]) {
+        const float factor = exp2f(rows->best[row] - best);
+        store_f32(total, load_f32(total) * factor);
+        for (int64_t i = 0; i < a->head_size; i += LANES)
+            store_f32(rows->out + row * a->head_size + i, load_f32(rows->out + row * a->head_size + i) * factor);
+        rows->best[row] = best;
     }
-}
-
-// The same for any number of rows, and a whole head.
-static void add_all_values(float *out, int64_t head_size, const float *shares, const float *const *values,
-                           int64_t count, int64_t rows) {
-    for (int64_t offset = 0; offset < head_size; offset += 4 * LANES) {
-        const int chunks = (int)(min_i64(head_size - offset, 4 * LANES) / LANES);
-        for (int64_t row = 0; row < rows; row += 4) {
-            float *o = out + row * head_size + offset;
-            const float *s = shares + row * TILE;
-            switch (min_i64(rows - row, 4)) {
-            case 1: add_values_chunks(o, head_size, s, values, offset, count, 1, chunks); break;
-            case 2: add_values_chunks(o, head_size, s, values, offset, count, 2, chunks); break;
-            case 3: add_values_chunks(o, head_size, s, values, offset, count, 3, chunks); break;
-            default: add_values_chunks(o, head_size, s, values, offset, count, 4, chunks);
-            }
-        }
+    Vec sum = load_f32(total);
+    for (int64_t j = 0; j < whole; j += LANES) {
+        store(shares, j, exp2_vec(load_f32(scores + j) * to_log2 - best), type);
+        sum += load(shares, j, type);  // what the values are multiplied by
     }
+    store_f32(total, sum);
 }

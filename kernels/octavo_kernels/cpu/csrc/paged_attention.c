@@ -5,40 +5,17 @@
 // are joined at the end (Flash-Decoding).
 #include <stdlib.h>
 
-#include "attention.h"
+#include "attention_bf16.h"
+#include "attention_f32.h"
 #include "pool.h"
 
-#define ROWS_WANTED 32    // rows of a task, for prompts: what a converted tile of keys is used for
+#define ROWS_WANTED 48    // rows of a task, for prompts: what a converted tile of keys is used for
 #define TASKS_PER_THREAD 4
 #define KEYS_PER_PART 256  // at least, when keys are divided
 
-typedef struct {
-    const void *q;
-    void *out;
-    const void *k_cache, *v_cache;
-    const int32_t *tables, *contexts, *starts;  // [S, table_width], [S], [S + 1]
-    int64_t q_row, q_head, table_width, sequences, heads, kv_heads, block_size, head_size, window, type;
-    float scale, soft_cap;
-    // Worked out of the above.
-    int64_t group, queries_per_task, parts;
-    const int64_t *first_task;  // [S + 1] of each sequence, before heads and parts
-    float *partial;             // [tasks, rows, head_size + 2] when keys are divided
-    int64_t max_rows;
-} Attention;
-
-typedef struct {
-    int64_t sequence, head, query, queries, rows, position;  // of the first query, in its sequence
-    int64_t first_key, end_key;
-} Work;
-
-// Running state of the rows' softmaxes.
-typedef struct {
-    float out[MAX_ROWS * MAX_HEAD], best[MAX_ROWS], total[MAX_ROWS];
-} Rows;
-
 static Work work_of(const Attention *a, int64_t index) {
-    const int64_t part = index % a->parts, head = index / a->parts % a->kv_heads;
-    const int64_t chunk = index / a->parts / a->kv_heads;
+    const int64_t groups = a->kv_heads / a->heads_per_task, part = index % a->parts;
+    const int64_t head = index / a->parts % groups * a->heads_per_task, chunk = index / a->parts / groups;
     int64_t low = 0, high = a->sequences;  // the last sequence that begins at or before the chunk
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
@@ -62,119 +39,65 @@ static Work work_of(const Attention *a, int64_t index) {
     return w;
 }
 
-// Where a key or value lies. The blocks are in no order, so the processor's own prefetcher loses track at each.
-typedef struct {
-    const void *cache;
-    int64_t head, key;
-} Place;
-
-static const char *row_at(const Attention *a, const Work *w, Place place, int64_t key) {
-    const int64_t block = a->tables[w->sequence * a->table_width + key / a->block_size];
-    const int64_t row = (block * a->kv_heads + place.head) * a->block_size + key % a->block_size;
-    return at(place.cache, row * a->head_size, (int)a->type);
+// Where the rows of a tile of keys lie in either cache, in bytes; filled up to a multiple of 16 with the last.
+// Returns how many there are.
+static int64_t locate(const Attention *a, const Work *w, int64_t key, int64_t head, int64_t *offsets) {
+    const int64_t count = min_i64(TILE, w->end_key - key), row_bytes = a->head_size * size_of((int)a->type);
+    const int32_t *table = a->tables + w->sequence * a->table_width;
+    int64_t block = key / a->block_size, slot = key % a->block_size;
+    for (int64_t j = 0; j < count; block++, slot = 0) {
+        int64_t offset = ((table[block] * a->kv_heads + head) * a->block_size + slot) * row_bytes;
+        for (int64_t end = min_i64(count, j + a->block_size - slot); j < end; j++, offset += row_bytes)
+            offsets[j] = offset;
+    }
+    for (int64_t j = count; j % LANES; j++)
+        offsets[j] = offsets[count - 1];
+    return count;
 }
 
-// Pointers to the tile's rows as floats: into the cache, or into `buffer` where they have to be converted. On
-// the way it prefetches as many from where the next tile is, if there is one.
-static void gather(const Attention *a, const Work *w, Place here, Place next, int64_t count, float *buffer,
-                   const float **rows) {
+// Blocks are in no order, so the processor's own prefetcher loses track at each. Into the second-level cache: the
+// first takes too few at a time to keep the memory busy.
+static void prefetch(const Attention *a, const char *cache, const int64_t *offsets, int64_t count) {
     const int64_t row_bytes = a->head_size * size_of((int)a->type);
-    for (int64_t j = 0; j < count;) {
-        const int64_t run = min_i64(count - j, a->block_size - (here.key + j) % a->block_size);
-        const char *from = row_at(a, w, here, here.key + j);
-        const char *ahead = next.key + j < w->end_key ? row_at(a, w, next, next.key + j) : from;
-        float *to = buffer + j * a->head_size;
-        if (a->type == BF16) {
-            for (int64_t i = 0; i < run * a->head_size; i += LANES) {
-                __builtin_prefetch(ahead + i * 2);
-                store_f32(to + i, load(from, i, BF16));
-            }
-            for (int64_t i = 0; i < run; i++)
-                rows[j + i] = to + i * a->head_size;
-        } else {
-            for (int64_t i = 0; i < run; i++) {
-                rows[j + i] = (const float *)(from + i * row_bytes);
-                for (int64_t line = 0; line < row_bytes; line += 64)
-                    __builtin_prefetch(ahead + i * row_bytes + line);
-            }
-        }
-        j += run;
-    }
-    for (int64_t j = count; j < (count + LANES - 1) / LANES * LANES; j++)
-        rows[j] = rows[count - 1];
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t line = 0; line < row_bytes; line += 64)
+            __builtin_prefetch(cache + offsets[j] + line, 0, 2);
 }
 
-INLINE Vec capped(Vec scores, float cap) {
-    const Vec e = exp_vec(scores * (2.0f / cap));
-    return cap * (1.0f - 2.0f / (e + 1.0f));  // cap x tanh(score / cap)
+static Products products_of(const Attention *a) {
+#ifdef __AVX512BF16__
+    if (a->type == BF16 && a->head_size % PAIRS == 0)
+        return (Products){take_query_bf16, score_bf16, add_bf16, finish_bf16};
+#endif
+    (void)a;
+    return (Products){take_query_f32, score_f32, add_f32, finish_f32};
 }
 
-// Scores of one row and the tile's keys become shares of the softmax so far; what came before is scaled down.
-static void score_row(const Attention *a, const Work *w, Rows *rows, int64_t row, const float *q,
-                      const float *const *keys, int64_t key, int64_t count, float *shares) {
-    const int64_t position = w->position + row / a->group;
-    const int64_t first = a->window ? position - a->window + 1 - key : 0;  // the visible, counted in the tile
-    const int64_t end = min_i64(count, position + 1 - key);
-    const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if (end <= 0 || first >= count) {
-        memset(shares, 0, (size_t)whole * sizeof *shares);
-        return;
-    }
-    Vec highest = splat(-INFINITY);
-    for (int64_t j = 0; j < whole; j += LANES) {
-        Vec scores = score_16(q, keys + j, a->head_size);
-        if (a->soft_cap > 0)
-            scores = capped(scores, a->soft_cap);
-        if (j < first || j + LANES > end) {
-            const VecInt visible = (lane >= (int32_t)(first - j)) & (lane < (int32_t)(end - j));
-            scores = blend(visible, scores, splat(-INFINITY));
-        }
-        highest = max_vec(scores, highest);
-        store_f32(shares + j, scores);
-    }
-    const float best = fmaxf(rows->best[row], max_lanes(highest));
-    if (best > rows->best[row]) {
-        const float factor = rows->best[row] == -INFINITY ? 0.0f : expf(rows->best[row] - best);
-        rows->total[row] *= factor;
-        for (int64_t i = 0; i < a->head_size; i += LANES)
-            store_f32(rows->out + row * a->head_size + i, load_f32(rows->out + row * a->head_size + i) * factor);
-        rows->best[row] = best;
-    }
-    Vec total = {0};
-    for (int64_t j = 0; j < whole; j += LANES) {
-        const Vec share = exp_vec(load_f32(shares + j) - best);
-        store_f32(shares + j, share);
-        total += share;
-    }
-    rows->total[row] += sum_lanes(total);
-}
-
-static void attend(const Attention *a, const Work *w, Rows *rows) {
-    float q[MAX_ROWS * MAX_HEAD], shares[MAX_ROWS * TILE], buffer[TILE * MAX_HEAD];
-    const float *pointers[TILE];
-    const int64_t size = a->head_size;
+// `next_head` is whether the same thread goes on with the next KV head.
+static void attend(const Attention *a, const Work *w, Rows *rows, Scratch *s, int next_head) {
+    const Products *products = &a->products;
     for (int64_t row = 0; row < w->rows; row++) {
         const int64_t head = w->head * a->group + row % a->group;
-        const void *from = at(a->q, (w->query + row / a->group) * a->q_row + head * a->q_head, (int)a->type);
-        load_all(q + row * size, from, size, a->type);
-        for (int64_t i = 0; i < size; i += LANES)
-            store_f32(q + row * size + i, load_f32(q + row * size + i) * a->scale);
+        products->take_query(a, s, row,
+                             at(a->q, (w->query + row / a->group) * a->q_row + head * a->q_head, (int)a->type));
         rows->best[row] = -INFINITY;
-        rows->total[row] = 0;
+        store_f32(rows->total + row * LANES, (Vec){0});
     }
-    memset(rows->out, 0, (size_t)(w->rows * size) * sizeof *rows->out);
-    for (int64_t key = w->first_key; key < w->end_key; key += TILE) {
-        const int64_t count = min_i64(TILE, w->end_key - key);
-        const Place k = {a->k_cache, w->head, key}, v = {a->v_cache, w->head, key};
-        const int is_last = key + TILE >= w->end_key;  // then this thread's next task may be the next head
-        const Place next = {a->k_cache, min_i64(w->head + is_last, a->kv_heads - 1), is_last ? w->first_key : key + TILE};
-        gather(a, w, k, v, count, buffer, pointers);
-        for (int64_t row = 0; row < w->rows; row++)
-            score_row(a, w, rows, row, q + row * size, pointers, key, count, shares + row * TILE);
-        gather(a, w, v, next, count, buffer, pointers);
-        add_all_values(rows->out, size, shares, pointers, count, w->rows);
+    memset(rows->out, 0, (size_t)(w->rows * a->head_size) * sizeof *rows->out);
+    locate(a, w, w->first_key, w->head, s->offsets[0]);
+    for (int64_t key = w->first_key, tile = 0; key < w->end_key; key += TILE, tile++) {
+        const int64_t count = min_i64(TILE, w->end_key - key), *here = s->offsets[tile % 2];
+        int64_t *next = s->offsets[(tile + 1) % 2];
+        prefetch(a, a->v_cache, here, count);
+        products->score(a, w, rows, s, here, key, count);
+        if (key + TILE < w->end_key)
+            prefetch(a, a->k_cache, next, locate(a, w, key + TILE, w->head, next));
+        else if (next_head)
+            prefetch(a, a->k_cache, next, locate(a, w, w->first_key, w->head + 1, next));
+        products->add(a, w, rows, s, here, count);
     }
+    for (int64_t row = 0; row < w->rows; row++)
+        products->finish(a, rows->out + row * a->head_size);
 }
 
 static void write_row(const Attention *a, const Work *w, int64_t row, const float *out, float total) {
@@ -189,18 +112,21 @@ static void write_row(const Attention *a, const Work *w, int64_t row, const floa
 static void attention_task(void *context, int64_t index) {
     const Attention *a = context;
     Rows rows;
-    const Work w = work_of(a, index);
-    attend(a, &w, &rows);
-    for (int64_t row = 0; row < w.rows; row++) {
-        const float *out = rows.out + row * a->head_size;
-        if (a->parts == 1) {
-            write_row(a, &w, row, out, rows.total[row]);
-            continue;
+    Scratch scratch;
+    Work w = work_of(a, index);
+    for (int64_t left = a->heads_per_task; left--; w.head++) {
+        attend(a, &w, &rows, &scratch, left > 0);
+        for (int64_t row = 0; row < w.rows; row++) {
+            const float *out = rows.out + row * a->head_size, total = sum_lanes(load_f32(rows.total + row * LANES));
+            if (a->parts == 1) {
+                write_row(a, &w, row, out, total);
+                continue;
+            }
+            float *to = a->partial + (index * a->max_rows + row) * (a->head_size + 2);
+            to[0] = rows.best[row];
+            to[1] = total;
+            memcpy(to + 2, out, (size_t)a->head_size * sizeof *out);
         }
-        float *to = a->partial + (index * a->max_rows + row) * (a->head_size + 2);
-        to[0] = rows.best[row];
-        to[1] = rows.total[row];
-        memcpy(to + 2, out, (size_t)a->head_size * sizeof *out);
     }
 }
 
@@ -216,7 +142,7 @@ static void join_task(void *context, int64_t index) {
             best = fmaxf(best, first[part * a->max_rows * stride]);
         for (int64_t part = 0; part < a->parts; part++) {
             const float *p = first + part * a->max_rows * stride;
-            const float factor = p[1] == 0 ? 0 : expf(p[0] - best);  // a part may see nothing
+            const float factor = p[1] == 0 ? 0 : exp2f(p[0] - best);  // a part may see nothing
             total += p[1] * factor;
             for (int64_t i = 0; i < a->head_size; i += LANES)
                 store_f32(out + i, load_f32(out + i) + load_f32(p + 2 + i) * factor);
@@ -232,8 +158,12 @@ EXPORT int64_t octavo_paged_attention(const void *q, void *out, const void *k_ca
                                       int64_t q_row, int64_t q_head, int64_t table_width, int64_t sequences,
                                       int64_t heads, int64_t kv_heads, int64_t block_size, int64_t head_size,
                                       int64_t window, float scale, float soft_cap, int64_t type, int64_t threads) {
-    Attention a = {q, out, k_cache, v_cache, tables, contexts, starts, q_row, q_head, table_width, sequences, heads,
-                   kv_heads, block_size, head_size, window, type, scale, soft_cap, heads / kv_heads, 1, 1, NULL, NULL, 0};
+    Attention a = {.q = q, .out = out, .k_cache = k_cache, .v_cache = v_cache, .tables = tables,
+                   .contexts = contexts, .starts = starts, .q_row = q_row, .q_head = q_head,
+                   .table_width = table_width, .sequences = sequences, .heads = heads, .kv_heads = kv_heads,
+                   .block_size = block_size, .head_size = head_size, .window = window, .type = type,
+                   .scale = scale, .soft_cap = soft_cap, .group = heads / kv_heads, .heads_per_task = 1, .parts = 1};
+    a.products = products_of(&a);
     a.queries_per_task = max_i64(1, ROWS_WANTED / a.group);
     int64_t *first_task = malloc((size_t)(sequences + 1) * sizeof *first_task);
     if (!first_task)
@@ -247,7 +177,9 @@ EXPORT int64_t octavo_paged_attention(const void *q, void *out, const void *k_ca
         a.max_rows = max_i64(a.max_rows, min_i64(count, a.queries_per_task) * a.group);
     }
     a.first_task = first_task;
-    const int64_t tasks = first_task[sequences] * kv_heads;
+    if (first_task[sequences] >= 2 * TASKS_PER_THREAD * threads)
+        a.heads_per_task = kv_heads;  // they lie side by side
+    const int64_t tasks = first_task[sequences] * kv_heads / a.heads_per_task;
     if (threads > 1 && tasks < TASKS_PER_THREAD * threads) {
         a.parts = min_i64(TASKS_PER_THREAD * threads / tasks, max_i64(1, longest / KEYS_PER_PART));
         if (a.parts > 1)

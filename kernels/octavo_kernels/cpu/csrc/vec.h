@@ -39,7 +39,13 @@ INLINE Vec load_f32(const float *p) {
 
 INLINE void store_f32(float *p, Vec v) { memcpy(p, &v, sizeof v); }
 
-INLINE Vec widen(VecHalf half) { return (Vec)(__builtin_convertvector(half, VecBits) << 16); }
+INLINE Vec widen(VecHalf half) {
+#ifdef __AVX512F__  // in two instructions, which the compiler does not find
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+#else
+    return (Vec)(__builtin_convertvector(half, VecBits) << 16);
+#endif
+}
 
 // Rounds to the nearest bfloat16, ties to even; a NaN stays one, whatever its payload.
 INLINE VecHalf narrow(Vec v) {
@@ -111,12 +117,16 @@ INLINE float sum_lanes(Vec v) {
 }
 
 INLINE float max_lanes(Vec v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float lanes[LANES];
     store_f32(lanes, v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++)
             lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
 }
 
 // The sums of 16 vectors' lanes, as one vector: with shuffles that do four sums at once.
@@ -145,12 +155,28 @@ INLINE Vec sum_each(const Vec v[LANES]) {
 #endif
 }
 
+// p times 2 to the n, where n is an integer.
+INLINE Vec times_power(Vec p, Vec n) {
+#ifdef __AVX512F__
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    // In two steps, since 2^n alone may be beyond what a float holds.
+    const VecInt whole = __builtin_convertvector(n, VecInt), half = whole >> 1;
+    return p * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+#endif
+}
+
+INLINE Vec round_vec(Vec x) {
+    const Vec magic = splat(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer, where x is below 2^22
+    return (x + magic) - magic;
+}
+
 // e to the x, within 2 units in the last place: 2^n times a polynomial of the rest in [-ln 2 / 2, ln 2 / 2]
-// (coefficients of Cephes' expf). Below -87 it is 0, above 88.7 infinite; a NaN stays one.
+// (coefficients of Cephes' expf). Far below -87 it is 0, above 88.7 infinite; a NaN stays one.
 INLINE Vec exp_vec(Vec x) {
-    Vec clamped = min_vec(max_vec(x, splat(-87.0f)), splat(88.7f));
-    const Vec magic = splat(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer
-    Vec n = (clamped * 1.44269504f + magic) - magic;
+    // Of two numbers one of which is a NaN, these take the second.
+    const Vec clamped = min_vec(splat(89.0f), max_vec(splat(-105.0f), x));
+    const Vec n = round_vec(clamped * 1.44269504f);
     Vec r = clamped - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -158,9 +184,16 @@ INLINE Vec exp_vec(Vec x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    VecInt power = (__builtin_convertvector(n, VecInt) + 127) << 23;
-    Vec result = blend(x < -87.0f, splat(0.0f), p * (Vec)power);
-    result = blend(x > 88.7f, splat(INFINITY), result);
-    return blend(x != x, x, result);
+    return times_power(p * (r * r) + r + 1.0f, n);
+}
+
+// 2 to the x for x up to 0, in the same way (coefficients of Cephes' exp2f).
+INLINE Vec exp2_vec(Vec x) {
+    const Vec clamped = max_vec(splat(-151.0f), x), n = round_vec(clamped), r = clamped - n;
+    Vec p = r * 1.535336188e-4f + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    return times_power(p * r + 1.0f, n);
 }
