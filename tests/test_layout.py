@@ -15,6 +15,7 @@ SOURCE_ROOTS = ("backend", "kernels", "client")
 FOLDERS = ("model_repository", "backend", "kernels", "client", "loadtest", "docker", "tests")
 SKIPPED_FOLDERS = {
     ".git",
+    "build",
     ".venv",
     "__pycache__",
     ".mypy_cache",

@@ -13,12 +13,18 @@ import pytest
 from octavo_kernels.cpu import build, library
 
 
+def build_kernels(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "error", "-m", "octavo_client", "build-kernels", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every instruction set, compiled ahead as one does for an image: what OCTAVO_CACHE is set to."""
     folder = tmp_path_factory.mktemp("ahead")
-    command = [sys.executable, "-W", "error", "-m", "octavo_kernels.cpu.build", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = build_kernels(str(folder))
     assert (ran.returncode, ran.stderr) == (0, "")
     assert [Path(line).name.split("-")[0] for line in ran.stdout.split()] == list(build.FLAGS)
     return folder
@@ -55,14 +61,55 @@ def test_what_is_there_is_not_compiled_again(built: Path, monkeypatch: pytest.Mo
     assert {path: path.stat().st_mtime_ns for path in (built / "kernels").iterdir()} == before
 
 
-def test_a_machine_without_a_compiler_takes_what_was_compiled_ahead(
-    built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_machine_without_a_compiler_takes_what_was_compiled_ahead(built: Path) -> None:
+    """Nor can it write: as in a container with a read-only root."""
+    program = "from octavo_kernels.cpu import library; print(library.library()._name)"
+    environment = {**os.environ, "OCTAVO_CACHE": str(built), "CC": "/nonexistent"}
+    before = sorted(built.rglob("*"))
+    for folder in (built, built / "kernels"):
+        folder.chmod(0o555)
+    try:
+        command = [sys.executable, "-W", "error", "-c", program]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    finally:
+        for folder in (built, built / "kernels"):
+            folder.chmod(0o755)
+    assert (ran.returncode, ran.stderr) == (0, "")  # a warning would be there
+    assert Path(ran.stdout.strip()) in before
+    assert sorted(built.rglob("*")) == before
+
+
+def test_building_ahead_without_a_compiler_is_an_error(tmp_path: Path) -> None:
+    ran = build_kernels(str(tmp_path / "new"), CC="/nonexistent")
+    assert ran.returncode == 1
+    assert ran.stderr == "error: there is no C compiler '/nonexistent'; install one, or set CC\n"
+    assert ran.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_building_ahead_into_the_cache(built: Path) -> None:
+    ran = build_kernels(OCTAVO_CACHE=str(built), CC="/nonexistent")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert {Path(line) for line in ran.stdout.split()} == set((built / "kernels").iterdir())
+
+
+def test_where_amx_is_refused_the_next_best_serves(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setenv("OCTAVO_CACHE", str(built))
+    (tmp_path / "refusing.c").write_text("long octavo_start(void) { return 1; }\n")
+    refusing = tmp_path / "refusing.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", refusing, tmp_path / "refusing.c"], check=True)
+    others = [name for name in library.supported() if name != "amx"]
+    monkeypatch.setattr(library, "supported", lambda: ["amx", *others])
+    ready = {name: build.build(name, built / "kernels") for name in others}
+    monkeypatch.setattr(build, "build", lambda name: {**ready, "amx": refusing}[name])
     with caplog.at_level(logging.WARNING, "octavo"):
         assert library.library() is not None
-    assert caplog.text == ""
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"CPU kernels: {others[0]}; better ones could not be had: "
+        "the system does not let this process use AMX (Operation not permitted)"
+    )
 
 
 @pytest.mark.parametrize(

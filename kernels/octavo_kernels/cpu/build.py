@@ -1,11 +1,7 @@
 """Compiles the C kernels, one shared object for each instruction set, into a cache that outlives the process.
 
-Used by `library` at a process's first kernel. To compile all instruction sets ahead, for a machine that has
-no compiler or cannot write:
-
-    python -m octavo_kernels.cpu.build FOLDER
-
-and let that machine run with OCTAVO_CACHE=FOLDER. Free of torch.
+Used by `library` at a process's first kernel, and by `octavo build-kernels`, which compiles all instruction
+sets ahead for a machine that has no compiler or cannot write. Free of torch.
 """
 
 import hashlib
@@ -13,9 +9,8 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -23,16 +18,20 @@ _COMMON = (
     "-std=gnu11 -O3 -fPIC -shared -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
     "-Wall -Wextra -Wno-psabi -pthread"
 ).split()
+_AVX512 = (
+    "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mavx512vnni -mfma -mbmi2 "
+    "-mprefer-vector-width=512"
+).split()
+_AVX512_CPU = frozenset("avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni fma bmi2".split())
 # What each instruction set needs of the compiler, and of the CPU (as /proc/cpuinfo spells it). Best first.
 FLAGS: Mapping[str, tuple[str, ...]] = {
-    "avx512": (
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"),
-        *("-mfma", "-mbmi2", "-mprefer-vector-width=512"),
-    ),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512": tuple(_AVX512),
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
 }
 CPU_FLAGS: Mapping[str, frozenset[str]] = {
-    "avx512": frozenset("avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni fma bmi2".split()),
+    "amx": _AVX512_CPU | {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512": _AVX512_CPU,
     "avx2": frozenset("avx2 fma f16c bmi2".split()),
 }
 _LONGEST_COMPILATION_S = 300
@@ -42,10 +41,10 @@ class BuildError(Exception):
     """No shared object could be had; the text says why and what to do."""
 
 
-def cache_folder() -> Path:
-    """kernels/ under $OCTAVO_CACHE, else octavo/kernels/ under $XDG_CACHE_HOME or ~/.cache. It may not exist
-    yet."""
-    if own := os.environ.get("OCTAVO_CACHE"):
+def cache_folder(root: Path | None = None) -> Path:
+    """kernels/ under `root` or $OCTAVO_CACHE, else octavo/kernels/ under $XDG_CACHE_HOME or ~/.cache. It may
+    not exist yet."""
+    if own := root or os.environ.get("OCTAVO_CACHE"):
         return Path(own) / "kernels"
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -54,15 +53,18 @@ def cache_folder() -> Path:
     return Path(base) / "octavo/kernels"
 
 
-def build(name: str, folder: Path | None = None) -> Path:
+def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()) -> Path:
     """The shared object of instruction set `name` in `folder` (the cache when None), compiled if it is not
     there yet. Its name holds a digest of the sources and flags, and one of the compiler; without a compiler,
     anyone's of the same sources and flags will do. Raises `BuildError`.
 
+    `extra_flags` are for tests: `-DOCTAVO_EMULATE_AMX` with avx512 makes the kernels of amx for a CPU
+    without it.
+
     Compiled beside its place and renamed into it, so that processes that start at once do not collide.
     """
     folder = cache_folder() if folder is None else folder
-    arguments = [*_COMMON, *FLAGS[name]]
+    arguments = [*_COMMON, *FLAGS[name], *extra_flags]
     sources = sorted(SOURCES.glob("*.c"))
     made_from = [" ".join(arguments).encode()]
     made_from += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]
@@ -111,17 +113,3 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
     return state.hexdigest()
-
-
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.executable} -m octavo_kernels.cpu.build FOLDER (it becomes OCTAVO_CACHE)")
-    try:
-        for name in FLAGS:
-            print(build(name, Path(sys.argv[1]) / "kernels"))
-    except BuildError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

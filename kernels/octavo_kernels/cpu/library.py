@@ -1,6 +1,6 @@
 """The shared object with the native kernels that fits this CPU: chosen, compiled if need be, loaded once.
 
-The environment variable OCTAVO_KERNELS forces `reference`, `avx2` or `avx512`.
+The environment variable OCTAVO_KERNELS forces `reference`, `avx2`, `avx512` or `amx`.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
+    "octavo_start": (_I, []),
     "octavo_rms_norm": (None, [_P] * 5 + [_I] * 2 + [_F] + [_I] * 2),
     "octavo_silu_and_mul": (None, [_P] * 2 + [_I] * 4),
     "octavo_rope_store": (None, [_P] * 6 + [_I] * 7),
@@ -41,28 +42,33 @@ def native(x: Tensor) -> ctypes.CDLL | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """None where the reference serves instead: it was asked for, or (said once, loudly) nothing else can."""
+    """None where the reference serves instead: it was asked for, or (said once, loudly) nothing else can.
+    A lesser instruction set serves where a better one of this CPU cannot be had; that is said too."""
     forced = os.environ.get("OCTAVO_KERNELS")
     if forced == "reference":
         return None
     try:
-        name = _choose(forced)
-        loaded = load(build.build(name))
-    except (build.BuildError, OSError) as error:
+        name, loaded, refusals = _best(forced)
+    except build.BuildError as error:
         log.warning("CPU kernels run as the slow torch reference: %s", error)
         return None
-    log.info("CPU kernels: %s", name)
+    if refusals:
+        log.warning("CPU kernels: %s; better ones could not be had: %s", name, "; ".join(refusals))
+    else:
+        log.info("CPU kernels: %s", name)
     return loaded
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Raises `OSError` when it is no shared object of this system."""
+    """Raises `OSError` when it is no shared object of this system, or may not use what it is compiled for."""
     loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)
         if function is None:
-            continue  # the products, without the instructions that make them worth having
+            continue  # of another instruction set, or the products, without those that make them worth having
         function.restype, function.argtypes = result, arguments
+    if hasattr(loaded, "octavo_start") and (refusal := loaded.octavo_start()):
+        raise OSError(f"the system does not let this process use AMX ({os.strerror(refusal)})")
     return loaded
 
 
@@ -71,14 +77,22 @@ def supported() -> list[str]:
     return [name for name, needed in build.CPU_FLAGS.items() if needed <= _cpu_flags()]
 
 
-def _choose(forced: str | None) -> str:
+def _best(forced: str | None) -> tuple[str, ctypes.CDLL, list[str]]:
+    """The best instruction set that can be had, its library, and why none of the better ones. Raises
+    `BuildError`."""
     known = supported()
     if forced is not None and forced not in known:
         allowed = ", ".join(["reference", *known])
         raise build.BuildError(f"OCTAVO_KERNELS is '{forced}'; on this CPU it may be: {allowed}")
     if not known:
         raise build.BuildError(f"there are none for this CPU ({platform.machine()}): AVX2 is the least")
-    return forced or known[0]
+    refusals: list[str] = []
+    for name in known if forced is None else [forced]:
+        try:
+            return name, load(build.build(name)), refusals
+        except (build.BuildError, OSError) as error:
+            refusals.append(str(error))
+    raise build.BuildError("; ".join(dict.fromkeys(refusals)))
 
 
 def _cpu_flags(lines: Iterable[str] | None = None) -> frozenset[str]:

@@ -1,12 +1,12 @@
 // Linear layers in float32 and bfloat16, and the packing of weights of all types.
-#include "linear.h"
+#include "linear_amx.h"
 
 #ifdef __AVX512BF16__
 
 static void linear_task(void *context, int64_t index) {
     const Linear *l = context;
     if (l->out_type == BF16)
-        linear_task_of(l, index, BF16);
+        linear_task_by_tiles(l, index, BF16);
     else
         linear_task_of(l, index, F32);
 }

@@ -1,5 +1,5 @@
 // Products with a weight that was packed once: x [M, K] times weight [N, K] transposed. For AVX-512 with BF16 and
-// VNNI; elsewhere only the packing is compiled.
+// VNNI (linear_amx.h has those by AMX); elsewhere only the packing is compiled.
 //
 // Packed, the weight is panels of 32 outputs: [N / 32][K / P][32][P], the last one filled up with zeros, where P
 // numbers fill 4 bytes: a float, a pair of bfloat16 (vdpbf16ps), or four int8 (vpdpbusd). A panel's 32 outputs of
@@ -111,14 +111,24 @@ INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int
     }
 }
 
+// What a task does: rows [begin, end) of x and panels [first_panel, last_panel).
+typedef struct {
+    int64_t begin, end, first_panel, last_panel;
+} Part;
+
+INLINE Part part_of(const Linear *l, int64_t index) {
+    const int64_t begin = index / l->tasks_per_tile * M_TILE, first = index % l->tasks_per_tile * l->panels_per_task;
+    const int64_t panels = (l->outputs + PANEL - 1) / PANEL;
+    return (Part){begin, min_i64(l->rows, begin + M_TILE), first, min_i64(panels, first + l->panels_per_task)};
+}
+
 INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
-    const int64_t begin = index / l->tasks_per_tile * M_TILE, end = min_i64(l->rows, begin + M_TILE);
-    const int64_t panels = (l->outputs + PANEL - 1) / PANEL, first = index % l->tasks_per_tile * l->panels_per_task;
-    const int64_t last = min_i64(panels, first + l->panels_per_task);
-    const int64_t most = type == INT8 ? MAX_M_INT8 : MAX_M, blocks = (end - begin + most - 1) / most;
-    for (int64_t panel = first; panel < last; panel++)
+    const Part part = part_of(l, index);
+    const int64_t most = type == INT8 ? MAX_M_INT8 : MAX_M, rows = part.end - part.begin;
+    const int64_t blocks = (rows + most - 1) / most;
+    for (int64_t panel = part.first_panel; panel < part.last_panel; panel++)
         for (int64_t i = 0; i < blocks; i++) {  // blocks of equal size, or one row less
-            const int64_t from = begin + (end - begin) * i / blocks, to = begin + (end - begin) * (i + 1) / blocks;
+            const int64_t from = part.begin + rows * i / blocks, to = part.begin + rows * (i + 1) / blocks;
             block_of(l, from, panel, to - from, type);
         }
 }

@@ -2,7 +2,7 @@
 // columns, found as they come.
 #include <stdlib.h>
 
-#include "linear.h"
+#include "linear_amx.h"
 
 #ifdef __AVX512VNNI__
 
@@ -65,7 +65,9 @@ static void quantise_task(void *context, int64_t index) {
     }
 }
 
-static void linear_task(void *context, int64_t index) { linear_task_of((const Linear *)context, index, INT8); }
+static void linear_task(void *context, int64_t index) {
+    linear_task_by_tiles((const Linear *)context, index, INT8);
+}
 
 // x [rows, inputs] of `type`, as bias [outputs] or NULL and out [rows, outputs]; inputs a multiple of 4; scales
 // [outputs, rounded up to a panel]. Returns -1 when there is no memory.
