@@ -1,4 +1,2 @@
-"""Octavo's kernels. `octavo_kernels.ops` is the public face; `cpu.build` compiles ahead, for the command line.
-
-Nothing else is imported from outside.
-"""
+"""Octavo's kernels. `octavo_kernels.ops` is the public face; nothing else is imported from outside, but for
+`cpu.build`, by the command that compiles ahead."""

@@ -38,6 +38,7 @@ __all__ = [
     "best_token",
     "kv_store",
     "linear",
+    "linear_best",
     "linear_int8",
     "pack_linear",
     "paged_attention",
@@ -241,6 +242,28 @@ def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Te
         return cpu_linear_int8.linear(weight.lib, x, weight.packed, weight.out_features, bias)
     assert weight.weight is not None
     return reference.linear_int8.linear(x, weight.weight, weight.scales, bias)
+
+
+def linear_best(x: Tensor, weight: PackedLinear | Int8Linear, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest outputs of each row of `linear` or `linear_int8`, without the others being written.
+
+    `x` [T, K]; `count` from 1 to the number of outputs. Returns outputs [T, count] int64 and their values
+    [T, count] float32, rounded as the product is, in falling order; equals in the order of outputs. Where
+    fewer are above minus infinity, the last values are minus infinity; where one is a NaN, all are NaN.
+    """
+    if isinstance(weight, PackedLinear):
+        return cpu_linear.best(x, weight, count)
+    if weight.lib is not None and weight.packed is not None:
+        return cpu_linear_int8.best(weight.lib, x, weight.packed, weight.out_features, count)
+    return reference.sampling.best(linear_int8(x, weight), count)
+
+
+def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What `linear_best` returns, of a product that is written already: `logits` [T, N]."""
+    if count == 1:
+        ids, values = best_token(logits)
+        return ids[:, None], values[:, None]
+    return reference.sampling.best(logits, count)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -108,5 +108,10 @@ def test_a_tied_head_multiplies_by_the_embedding() -> None:
     weight.copy_(torch.randn(11, 6))
     token_ids = torch.tensor([3, 0, 10])
     assert torch.equal(embedding(token_ids), weight[[3, 0, 10]])
+    embedding.become_head()
     hidden = torch.randn(2, 6)
-    assert_close("logits", embedding.logits(hidden), hidden.double() @ weight.double().T)
+    logits = hidden.double() @ weight.double().T
+    assert_close("logits", embedding.logits(hidden), logits)
+    ids, values = embedding.best(hidden, 3)
+    assert torch.equal(ids, logits.topk(3).indices)
+    assert_close("best", values, logits.topk(3).values)

@@ -60,6 +60,12 @@ class Linear:
         """`x` [T, in_features]. Returns [T, sum of out_features]."""
         return self._weight.multiply(x, self._bias)
 
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest outputs of each row: ids and values [T, count], as `ops.linear_best` has them.
+        Only without a bias."""
+        assert self._bias is None
+        return self._weight.best(x, count)
+
     def finish_loading(self) -> None:
         self._weight.finish_loading()
 

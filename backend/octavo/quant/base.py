@@ -29,6 +29,10 @@ class Weight(Protocol):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`. `x` [T, in_features]; `bias` [out_features]. Returns [T, out_features]."""
 
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest of each row of `multiply(x, None)`, as `ops.linear_best` returns them: ids and
+        values, [T, count]."""
+
 
 class Scheme(Protocol):
     def make_weight(
@@ -36,13 +40,18 @@ class Scheme(Protocol):
     ) -> Weight:
         """An unfilled weight. `dtype` is the activations'."""
 
+    def weight_of(self, matrix: Tensor) -> Weight:
+        """A weight of the same numbers, ready to be multiplied. `matrix` [out_features, in_features] is of
+        the activations' type, and stays as it is."""
+
 
 class DenseWeight:
     """Every number of it, in the activations' type; on a CPU packed for the matrix product, if it can be: for
     our own kernel, else for oneDNN's."""
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._weight = host_memory.empty((out_features, in_features), dtype, device)
+    def __init__(self, matrix: Tensor) -> None:
+        """`matrix` [out_features, in_features], filled or not yet."""
+        self._weight = matrix
         self._packed: ops.PackedLinear | None = None
         self._is_reordered = False
 
@@ -65,6 +74,11 @@ class DenseWeight:
             return packing.multiply(x, self._weight, bias)
         return F.linear(x, self._weight, bias)
 
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if self._packed is not None:
+            return ops.linear_best(x, self._packed, count)
+        return ops.best_logits(self.multiply(x, None), count)
+
 
 class Unquantised:
     """The scheme of a checkpoint without quantisation (or one that its reader undoes, as with GGUF)."""
@@ -72,4 +86,9 @@ class Unquantised:
     def make_weight(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> Weight:
-        return DenseWeight(out_features, in_features, dtype, device)
+        return DenseWeight(host_memory.empty((out_features, in_features), dtype, device))
+
+    def weight_of(self, matrix: Tensor) -> Weight:
+        weight = DenseWeight(matrix)
+        weight.finish_loading()
+        return weight

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo_kernels import ops
+from octavo.quant.base import Weight
+from octavo_kernels import host_memory, ops
 
 
 class Int8Weight:
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._dense: Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    def __init__(self, matrix: Tensor) -> None:
+        """`matrix` [out_features, in_features], filled or not yet."""
+        self._dense: Tensor | None = matrix
         self._weight: ops.Int8Linear | None = None
 
     def destinations(self, first_row: int, num_rows: int) -> Iterator[tuple[str, Tensor]]:
@@ -31,11 +33,20 @@ class Int8Weight:
         assert self._weight is not None
         return ops.linear_int8(x, self._weight, bias)
 
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        assert self._weight is not None
+        return ops.linear_best(x, self._weight, count)
+
 
 class Int8:
     """The scheme of `quantization: "int8"`."""
 
     def make_weight(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> Int8Weight:
-        return Int8Weight(out_features, in_features, dtype, device)
+    ) -> Weight:
+        return Int8Weight(host_memory.empty((out_features, in_features), dtype, device))
+
+    def weight_of(self, matrix: Tensor) -> Weight:
+        weight = Int8Weight(matrix)
+        weight.finish_loading()
+        return weight

@@ -87,7 +87,13 @@ def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()
         with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
             new = Path(scratch) / "kernels.so"
             command = [*compiler, *arguments, "-o", str(new), *map(str, sources), "-lm"]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_COMPILATION_S)
+            ran = subprocess.run(
+                command,
+                capture_output=True,
+                encoding="utf-8",  # of its quotation marks, whatever this process's own encoding is
+                errors="replace",
+                timeout=_LONGEST_COMPILATION_S,
+            )
             if ran.returncode:
                 said = next((line for line in ran.stderr.splitlines() if "error" in line.lower()), ran.stderr)
                 raise BuildError(f"{shlex.join(compiler)} failed ({ran.returncode}): {said.strip()}")

@@ -31,7 +31,9 @@ _SIGNATURES = {
     "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
     "octavo_pack_linear": (None, [_P] * 2 + [_I] * 3),
     "octavo_linear": (None, [_P] * 4 + [_I] * 5),
+    "octavo_linear_best": (_I, [_P] * 4 + [_I] * 6),
     "octavo_linear_int8": (_I, [_P] * 5 + [_I] * 5),
+    "octavo_linear_int8_best": (_I, [_P] * 5 + [_I] * 6),
 }
 
 

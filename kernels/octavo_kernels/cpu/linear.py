@@ -1,4 +1,4 @@
-"""Native `ops.pack_linear` and `ops.linear`; see there for shapes."""
+"""Native `ops.pack_linear`, `ops.linear` and `ops.linear_best`; see there for shapes."""
 
 import ctypes
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def takes(lib: ctypes.CDLL, weight: Tensor) -> bool:
 
 def pack(lib: ctypes.CDLL, weight: Tensor) -> PackedLinear:
     rows, columns = weight.shape
-    packed = host_memory.empty((-(-rows // _PANEL) * _PANEL * columns,), weight.dtype, weight.device)
+    packed = host_memory.lasting((-(-rows // _PANEL) * _PANEL * columns,), weight.dtype, weight.device)
     lib.octavo_pack_linear(weight.data_ptr(), packed.data_ptr(), rows, columns, TYPES[weight.dtype])
     return PackedLinear(lib, packed, rows, columns)
 
@@ -53,3 +53,28 @@ def multiply(x: Tensor, weight: PackedLinear, bias: Tensor | None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def best(x: Tensor, weight: PackedLinear, count: int) -> tuple[Tensor, Tensor]:
+    if not x.is_contiguous():
+        x = x.contiguous()
+    assert x.dtype == weight.packed.dtype
+    assert x.shape[-1] == weight.in_features
+    rows = x.shape[0]
+    ids = x.new_empty((rows, count), dtype=torch.int64)
+    values = x.new_empty((rows, count), dtype=torch.float32)
+    failed = weight.lib.octavo_linear_best(
+        x.data_ptr(),
+        weight.packed.data_ptr(),
+        values.data_ptr(),
+        ids.data_ptr(),
+        count,
+        rows,
+        weight.out_features,
+        weight.in_features,
+        TYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the best outputs of each part of a product")
+    return ids, values

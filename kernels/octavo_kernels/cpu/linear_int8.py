@@ -1,4 +1,4 @@
-"""Native `ops.linear_int8`; see there for shapes."""
+"""Native `ops.linear_int8` and, for its weights, `ops.linear_best`; see there for shapes."""
 
 import ctypes
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo_kernels import host_memory
 from octavo_kernels.cpu.library import TYPES
 
 _PANEL = 32  # as linear.h has it
@@ -21,7 +22,7 @@ def pack(lib: ctypes.CDLL, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tens
     weight = weight.view(torch.uint8).bitwise_xor(128)
     rows, columns = weight.shape
     padding = -rows % _PANEL
-    packed = weight.new_empty((rows + padding) * columns)
+    packed = host_memory.lasting(((rows + padding) * columns,), weight.dtype, weight.device)
     lib.octavo_pack_linear(weight.data_ptr(), packed.data_ptr(), rows, columns, 2)
     return packed, F.pad(scales, (0, padding))
 
@@ -49,3 +50,30 @@ def linear(
     if failed:
         raise MemoryError(f"no memory for {rows} x {in_features} int8 activations")
     return out
+
+
+def best(
+    lib: ctypes.CDLL, x: Tensor, parts: tuple[Tensor, Tensor], out_features: int, count: int
+) -> tuple[Tensor, Tensor]:
+    if not x.is_contiguous():
+        x = x.contiguous()
+    packed, scales = parts
+    rows, in_features = x.shape
+    ids = x.new_empty((rows, count), dtype=torch.int64)
+    values = x.new_empty((rows, count), dtype=torch.float32)
+    failed = lib.octavo_linear_int8_best(
+        x.data_ptr(),
+        packed.data_ptr(),
+        scales.data_ptr(),
+        values.data_ptr(),
+        ids.data_ptr(),
+        count,
+        rows,
+        out_features,
+        in_features,
+        TYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for {rows} x {in_features} int8 activations, or for the best outputs")
+    return ids, values

@@ -20,6 +20,12 @@ def best_token(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, best.float()
 
 
+def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+    ids, values = ids[:, :count].contiguous(), values[:, :count].contiguous()
+    return ids, values.masked_fill(values[:, :1].isnan(), torch.nan)  # which sorts first
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:

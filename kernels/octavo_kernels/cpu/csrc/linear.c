@@ -1,5 +1,5 @@
 // Linear layers in float32 and bfloat16, and the packing of weights of all types.
-#include "linear_amx.h"
+#include "linear_best.h"
 
 #ifdef __AVX512BF16__
 
@@ -14,9 +14,17 @@ static void linear_task(void *context, int64_t index) {
 // x [rows, inputs], a multiple of 4 bytes a row; bias [outputs] or NULL; out [rows, outputs].
 EXPORT void octavo_linear(const void *x, const void *packed, const void *bias, void *out, int64_t rows,
                           int64_t outputs, int64_t inputs, int64_t type, int64_t threads) {
-    Linear l = {x, packed, bias, out, rows, outputs, inputs, type, 0, 0, NULL, NULL, NULL};
+    Linear l = {.x = x, .packed = packed, .bias = bias, .out = out, .rows = rows, .outputs = outputs,
+                .inputs = inputs, .out_type = type};
     const int64_t tasks = divide(&l, threads);
     parallel_for(threads, tasks, linear_task, &l);
+}
+
+// The `count` largest outputs of each row: values, ids [rows, count]. Returns -1 when there is no memory.
+EXPORT int64_t octavo_linear_best(const void *x, const void *packed, float *values, int64_t *ids, int64_t count,
+                                  int64_t rows, int64_t outputs, int64_t inputs, int64_t type, int64_t threads) {
+    const Linear l = {.x = x, .packed = packed, .rows = rows, .outputs = outputs, .inputs = inputs, .out_type = type};
+    return best_of_linear(&l, (int)type, count, values, ids, threads);
 }
 
 #endif

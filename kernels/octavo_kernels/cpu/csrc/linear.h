@@ -19,7 +19,7 @@
 typedef struct {
     const void *x, *packed, *bias;
     void *out;
-    int64_t rows, outputs, inputs, out_type, panels_per_task, tasks_per_tile;
+    int64_t rows, outputs, inputs, out_type, threads, panels_per_task, tasks_per_tile;
     // For int8. The weight is unsigned, 128 more than it stands for: x_sums is what that adds to a group's sum.
     const float *scales;       // [outputs, rounded up to a panel]
     const float *x_scales;     // [rows, groups]
@@ -34,9 +34,7 @@ INLINE Vec multiply_add(Vec sum, const void *x, Vec w, int type) {
     const __m512i every = _mm512_set1_epi32(bytes);
     if (type == F32)
         return sum + (Vec)every * w;
-    if (type == BF16)
-        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)every, (__m512bh)w);
-    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, every);  // int32 sums in the same registers
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)every, (__m512bh)w);
 }
 
 // Adds the bias to 16 outputs of a row and writes those there are.
@@ -57,57 +55,83 @@ INLINE void finish(const Linear *l, int64_t row, int64_t column, Vec sum, int ty
 }
 
 // `m` rows and one panel. Each number of the result is one sum in the order of the columns, whatever `m` is, so
-// that a row's result does not depend on the rows beside it.
-INLINE void block(const Linear *l, int64_t row, int64_t panel, int m, int type) {
-    const int64_t steps = l->inputs * size_of(type) / 4;
-    const char *w = (const char *)l->packed + panel * steps * STEP_BYTES;
+// that a row's result does not depend on the rows beside it. Half as many bytes as it reads are prefetched `ahead`.
+INLINE void block_of_floats(const Linear *l, int64_t row, int64_t panel, int m, int type, const char *ahead) {
     const int64_t stride = l->inputs * size_of(type);
-    const char *x = (const char *)l->x + row * stride;
-    const int64_t group_steps = type == INT8 ? GROUP / 4 : steps, groups = (steps + group_steps - 1) / group_steps;
-    Vec sums[MAX_M][2], totals[MAX_M][2];
+    const char *w = (const char *)l->packed + panel * stride * PANEL, *x = (const char *)l->x + row * stride;
+    Vec sums[MAX_M][2];
+    for (int r = 0; r < m; r++)
+        sums[r][0] = sums[r][1] = (Vec){0};
+    for (int64_t step = 0; step < stride / 4; step++) {
+        prefetch(ahead + step * STEP_BYTES / 2);
+        const Vec w0 = load_f32((const float *)(w + step * STEP_BYTES));
+        const Vec w1 = load_f32((const float *)(w + step * STEP_BYTES + STEP_BYTES / 2));
+        for (int r = 0; r < m; r++) {
+            const char *numbers = x + r * stride + step * 4;
+            sums[r][0] = multiply_add(sums[r][0], numbers, w0, type);
+            sums[r][1] = multiply_add(sums[r][1], numbers, w1, type);
+        }
+    }
+    for (int r = 0; r < m; r++)
+        for (int half = 0; half < 2; half++)
+            finish(l, row + r, panel * PANEL + half * LANES, sums[r][half], type);
+}
+
+// The same in int8: the sum of a group is an exact integer, and a row's total is a sum of them in the order of the
+// groups. Sums are of the integer type, for the compiler copies each of them at every step where they are cast.
+INLINE void block_of_int8(const Linear *l, int64_t row, int64_t panel, int m, const char *ahead) {
+    const int64_t stride = l->inputs, groups = (stride + GROUP - 1) / GROUP;
+    const char *w = (const char *)l->packed + panel * stride * PANEL, *x = (const char *)l->x + row * stride;
+    Vec totals[MAX_M][2];
     for (int r = 0; r < m; r++)
         totals[r][0] = totals[r][1] = (Vec){0};
     for (int64_t group = 0; group < groups; group++) {
+        __m512i sums[MAX_M][2];
         for (int r = 0; r < m; r++)
-            sums[r][0] = sums[r][1] =
-                type == INT8 ? (Vec)(VecInt)_mm512_set1_epi32(-l->x_sums[(row + r) * groups + group]) : (Vec){0};
-        const int64_t end = min_i64(steps, (group + 1) * group_steps);
-        for (int64_t step = group * group_steps; step < end; step++) {
-            const Vec w0 = load_f32((const float *)(w + step * STEP_BYTES));
-            const Vec w1 = load_f32((const float *)(w + step * STEP_BYTES + STEP_BYTES / 2));
+            sums[r][0] = sums[r][1] = _mm512_set1_epi32(-l->x_sums[(row + r) * groups + group]);
+        const int64_t end = min_i64(stride, (group + 1) * GROUP);
+        for (int64_t byte = group * GROUP; byte < end; byte += 4) {
+            prefetch(ahead + byte * PANEL / 2);
+            const __m512i w0 = _mm512_loadu_si512(w + byte * PANEL);
+            const __m512i w1 = _mm512_loadu_si512(w + byte * PANEL + STEP_BYTES / 2);
             for (int r = 0; r < m; r++) {
-                const char *numbers = x + r * stride + step * 4;
-                sums[r][0] = multiply_add(sums[r][0], numbers, w0, type);
-                sums[r][1] = multiply_add(sums[r][1], numbers, w1, type);
+                int32_t numbers;
+                memcpy(&numbers, x + r * stride + byte, sizeof numbers);
+                sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], w0, _mm512_set1_epi32(numbers));
+                sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], w1, _mm512_set1_epi32(numbers));
             }
         }
         for (int r = 0; r < m; r++)
             for (int half = 0; half < 2; half++)
-                if (type == INT8)
-                    totals[r][half] += __builtin_convertvector((VecInt)sums[r][half], Vec) *
-                                       l->x_scales[(row + r) * groups + group];
-                else
-                    totals[r][half] = sums[r][half];
+                totals[r][half] +=
+                    (Vec)_mm512_cvtepi32_ps(sums[r][half]) * l->x_scales[(row + r) * groups + group];
     }
     for (int r = 0; r < m; r++)
         for (int half = 0; half < 2; half++)
-            finish(l, row + r, panel * PANEL + half * LANES, totals[r][half], type);
+            finish(l, row + r, panel * PANEL + half * LANES, totals[r][half], INT8);
 }
 
-INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int type) {
+INLINE void block(const Linear *l, int64_t row, int64_t panel, int m, int type, const char *ahead) {
+    if (type == INT8)
+        block_of_int8(l, row, panel, m, ahead);
+    else
+        block_of_floats(l, row, panel, m, type, ahead);
+}
+
+INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int type, const char *ahead) {
     switch (m) {
-    case 1: block(l, row, panel, 1, type); break;
-    case 2: block(l, row, panel, 2, type); break;
-    case 3: block(l, row, panel, 3, type); break;
-    case 4: block(l, row, panel, 4, type); break;
-    case 5: block(l, row, panel, 5, type); break;
-    case 6: block(l, row, panel, 6, type); break;
-    case 7: block(l, row, panel, 7, type); break;
-    case 8: block(l, row, panel, 8, type); break;
-    case 9: block(l, row, panel, 9, type); break;
-    case 10: block(l, row, panel, 10, type); break;
-    case 11: block(l, row, panel, 11, type); break;
-    default: block(l, row, panel, 12, type);
+    case 1: block(l, row, panel, 1, type, ahead); break;
+    case 2: block(l, row, panel, 2, type, ahead); break;
+    case 3: block(l, row, panel, 3, type, ahead); break;
+    case 4: block(l, row, panel, 4, type, ahead); break;
+    case 5: block(l, row, panel, 5, type, ahead); break;
+    case 6: block(l, row, panel, 6, type, ahead); break;
+    case 7: block(l, row, panel, 7, type, ahead); break;
+    case 8: block(l, row, panel, 8, type, ahead); break;
+    case 9: block(l, row, panel, 9, type, ahead); break;
+    case 10: block(l, row, panel, 10, type, ahead); break;
+    case 11: block(l, row, panel, 11, type, ahead); break;
+    default: block(l, row, panel, 12, type, ahead);
     }
 }
 
@@ -122,6 +146,16 @@ INLINE Part part_of(const Linear *l, int64_t index) {
     return (Part){begin, min_i64(l->rows, begin + M_TILE), first, min_i64(panels, first + l->panels_per_task)};
 }
 
+// What a block asks the memory for while it computes: its share of the panel that this thread reads next. (The other
+// threads take the tasks between.) A single block reads its panel only once, and leaves that to the processor's own
+// prefetcher: it gets the address of its own panel.
+INLINE const char *ahead_of(const Linear *l, const Part *part, int64_t panel, int64_t block, int64_t blocks, int type) {
+    const int64_t after = panel + 1 < part->last_panel ? panel + 1 : part->first_panel + l->threads * l->panels_per_task;
+    const int64_t next = blocks == 1 ? panel : min_i64(after, (l->outputs - 1) / PANEL);
+    const int64_t panel_bytes = l->inputs * size_of(type) * PANEL;
+    return (const char *)l->packed + next * panel_bytes + panel_bytes * block / blocks;
+}
+
 INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
     const Part part = part_of(l, index);
     const int64_t most = type == INT8 ? MAX_M_INT8 : MAX_M, rows = part.end - part.begin;
@@ -129,7 +163,7 @@ INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
     for (int64_t panel = part.first_panel; panel < part.last_panel; panel++)
         for (int64_t i = 0; i < blocks; i++) {  // blocks of equal size, or one row less
             const int64_t from = part.begin + rows * i / blocks, to = part.begin + rows * (i + 1) / blocks;
-            block_of(l, from, panel, to - from, type);
+            block_of(l, from, panel, to - from, type, ahead_of(l, &part, panel, i, blocks, type));
         }
 }
 
@@ -137,6 +171,7 @@ INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
 // for all of x. Returns the number of tasks.
 static inline int64_t divide(Linear *l, int64_t threads) {
     const int64_t panels = (l->outputs + PANEL - 1) / PANEL;
+    l->threads = threads;
     const int64_t wanted = min_i64(WEIGHTS_PER_TASK / (PANEL * l->inputs), panels / (4 * threads));
     l->panels_per_task = max_i64(1, wanted);
     l->tasks_per_tile = (panels + l->panels_per_task - 1) / l->panels_per_task;

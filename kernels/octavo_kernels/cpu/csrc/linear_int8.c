@@ -2,7 +2,7 @@
 // columns, found as they come.
 #include <stdlib.h>
 
-#include "linear_amx.h"
+#include "linear_best.h"
 
 #ifdef __AVX512VNNI__
 
@@ -69,25 +69,47 @@ static void linear_task(void *context, int64_t index) {
     linear_task_by_tiles((const Linear *)context, index, INT8);
 }
 
+// The product's left side in int8, in memory that `free(l->x_scales)` gives back. Returns -1 when there is none.
+static int64_t quantise(Linear *l, const void *x, int64_t type, int64_t threads) {
+    const int64_t groups = (l->inputs + GROUP - 1) / GROUP, numbers = l->rows * groups;
+    float *scales = malloc((size_t)numbers * (sizeof(float) + sizeof(int32_t)) + (size_t)(l->rows * l->inputs));
+    if (!scales)
+        return -1;
+    int32_t *sums = (int32_t *)(scales + numbers);
+    Quantise q = {x, (int8_t *)(sums + numbers), scales, sums, l->rows, l->inputs, groups, type};
+    parallel_for(l->rows * l->inputs < SERIAL_NUMBERS ? 1 : threads, (l->rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK,
+                 quantise_task, &q);
+    l->x = q.quantised;
+    l->x_scales = scales;
+    l->x_sums = sums;
+    return 0;
+}
+
 // x [rows, inputs] of `type`, as bias [outputs] or NULL and out [rows, outputs]; inputs a multiple of 4; scales
 // [outputs, rounded up to a panel]. Returns -1 when there is no memory.
 EXPORT int64_t octavo_linear_int8(const void *x, const void *packed, const float *scales, const void *bias,
                                   void *out, int64_t rows, int64_t outputs, int64_t inputs, int64_t type,
                                   int64_t threads) {
-    const int64_t groups = (inputs + GROUP - 1) / GROUP;
-    float *x_scales = malloc((size_t)rows * ((size_t)groups * (sizeof(float) + sizeof(int32_t)) + (size_t)inputs));
-    if (!x_scales)
+    Linear l = {.packed = packed, .bias = bias, .out = out, .rows = rows, .outputs = outputs, .inputs = inputs,
+                .out_type = type, .scales = scales};
+    if (quantise(&l, x, type, threads))
         return -1;
-    int32_t *x_sums = (int32_t *)(x_scales + rows * groups);
-    int8_t *quantised = (int8_t *)(x_sums + rows * groups);
-    Quantise q = {x, quantised, x_scales, x_sums, rows, inputs, groups, type};
-    parallel_for(rows * inputs < SERIAL_NUMBERS ? 1 : threads, (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK,
-                 quantise_task, &q);
-    Linear l = {quantised, packed, bias, out, rows, outputs, inputs, type, 0, 0, scales, x_scales, x_sums};
     const int64_t tasks = divide(&l, threads);
     parallel_for(threads, tasks, linear_task, &l);
-    free(x_scales);
+    free((void *)l.x_scales);
     return 0;
+}
+
+// The `count` largest outputs of each row: values, ids [rows, count]. Returns -1 when there is no memory.
+EXPORT int64_t octavo_linear_int8_best(const void *x, const void *packed, const float *scales, float *values,
+                                       int64_t *ids, int64_t count, int64_t rows, int64_t outputs, int64_t inputs,
+                                       int64_t type, int64_t threads) {
+    Linear l = {.packed = packed, .rows = rows, .outputs = outputs, .inputs = inputs, .out_type = type, .scales = scales};
+    if (quantise(&l, x, type, threads))
+        return -1;
+    const int64_t failed = best_of_linear(&l, INT8, count, values, ids, threads);
+    free((void *)l.x_scales);
+    return failed;
 }
 
 #endif

@@ -55,13 +55,12 @@ static int64_t locate(const Attention *a, const Work *w, int64_t key, int64_t he
     return count;
 }
 
-// Blocks are in no order, so the processor's own prefetcher loses track at each. Into the second-level cache: the
-// first takes too few at a time to keep the memory busy.
-static void prefetch(const Attention *a, const char *cache, const int64_t *offsets, int64_t count) {
+// Blocks are in no order, so the processor's own prefetcher loses track at each.
+static void prefetch_rows(const Attention *a, const char *cache, const int64_t *offsets, int64_t count) {
     const int64_t row_bytes = a->head_size * size_of((int)a->type);
     for (int64_t j = 0; j < count; j++)
         for (int64_t line = 0; line < row_bytes; line += 64)
-            __builtin_prefetch(cache + offsets[j] + line, 0, 2);
+            prefetch(cache + offsets[j] + line);
 }
 
 static Products products_of(const Attention *a) {
@@ -88,12 +87,12 @@ static void attend(const Attention *a, const Work *w, Rows *rows, Scratch *s, in
     for (int64_t key = w->first_key, tile = 0; key < w->end_key; key += TILE, tile++) {
         const int64_t count = min_i64(TILE, w->end_key - key), *here = s->offsets[tile % 2];
         int64_t *next = s->offsets[(tile + 1) % 2];
-        prefetch(a, a->v_cache, here, count);
+        prefetch_rows(a, a->v_cache, here, count);
         products->score(a, w, rows, s, here, key, count);
         if (key + TILE < w->end_key)
-            prefetch(a, a->k_cache, next, locate(a, w, key + TILE, w->head, next));
+            prefetch_rows(a, a->k_cache, next, locate(a, w, key + TILE, w->head, next));
         else if (next_head)
-            prefetch(a, a->k_cache, next, locate(a, w, w->first_key, w->head + 1, next));
+            prefetch_rows(a, a->k_cache, next, locate(a, w, w->first_key, w->head + 1, next));
         products->add(a, w, rows, s, here, count);
     }
     for (int64_t row = 0; row < w->rows; row++)

@@ -29,6 +29,9 @@ INLINE int64_t size_of(int type) { return type == BF16 ? 2 : type == INT8 ? 1 : 
 INLINE const void *at(const void *base, int64_t index, int type) { return (const char *)base + index * size_of(type); }
 INLINE void *at_mut(void *base, int64_t index, int type) { return (char *)base + index * size_of(type); }
 
+// Into the second-level cache: the first takes too few lines at a time to keep the memory busy.
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 INLINE Vec splat(float x) { return x - (Vec){0}; }
 
 INLINE Vec load_f32(const float *p) {
