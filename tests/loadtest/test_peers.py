@@ -286,10 +286,10 @@ def test_tokens_of_one_response_come_at_once() -> None:
 
 def test_a_step_reads_every_weight_and_the_keys_and_values() -> None:
     work = Work("batch", 32, 128, 128)
-    parameters, embedding, norms = 134_515_008, 49152 * 576, 61 * 576
+    parameters, norms = 134_515_008, 61 * 576
     keys_and_values = 32 * (128 + 64) * 30 * 2 * 3 * 64 * 2
     assert peer_models.step_bytes(work, None) == 2 * parameters + keys_and_values
-    assert peer_models.step_bytes(work, "int8") == parameters + embedding + norms + keys_and_values
+    assert peer_models.step_bytes(work, "int8") == parameters + norms + keys_and_values
 
 
 def test_int8_weights_are_within_half_a_step_of_their_row() -> None:
