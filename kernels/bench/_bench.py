@@ -51,12 +51,14 @@ def compare(
     turns: int,
     amount: float,
     unit: str,
+    tolerance: float | None = None,
 ) -> None:
     """Prints one line, unless the two disagree: then it exits. `native` and `other` take the index of a copy
-    of the data, in [0, copies). `amount`: of `unit`s that one call handles, such as GB."""
+    of the data, in [0, copies). `amount`: of `unit`s that one call handles, such as GB. `tolerance`: of the
+    relative error, by default what rounding to the type makes."""
     actual, expected = native(0), other(0)
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
-    if not error <= TOLERANCE[actual.dtype]:
+    if not error <= (TOLERANCE[actual.dtype] if tolerance is None else tolerance):
         sys.exit(f"{name}: wrong, relative error {error:.1e}; no time is given")
     times: dict[Callable[[int], Tensor], list[float]] = {native: [], other: []}
     for _ in range(turns):
