@@ -55,7 +55,8 @@ class SimulatedExecutor:
             assert new.seq_id not in self.rows
             self.rows[new.seq_id] = Row(list(new.token_ids), new.sampling.seed)
         for piece in plan.slices:
-            self.rows[piece.seq_id].block_table[piece.first_block :] = piece.block_ids
+            if piece.block_ids:
+                self.rows[piece.seq_id].block_table[piece.first_block :] = piece.block_ids
         size = self._block_size
         for copy in plan.copies:
             self.copies += 1

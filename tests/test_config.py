@@ -43,6 +43,9 @@ def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) 
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
         ({"model": "m", "max_model_len": 1}, "'max_model_len' is 1; allowed: 2 and more"),
         ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 to 1024"),
+        ({"model": "m", "num_threads": -1}, "'num_threads' is -1; allowed: 1 to 1024"),
+        ({"model": "m", "num_threads": 1025}, "'num_threads' is 1025; allowed: 1 to 1024"),
+        ({"model": "m", "num_threads": 1.5}, "'num_threads' is 1.5; it must be an integer"),
         ({"model": "m", "quantization": "awq"}, "'quantization' is 'awq'; allowed: null, 'gguf' and 'int8'"),
     ],
 )

@@ -48,7 +48,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int | None = None  # for requests that bring none; from the system's entropy when None
-    num_threads: int | None = None  # CPU threads of the forward; all cores when None
+    num_threads: int | None = None  # CPU threads of the forward; all cores it may use when None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     quantization: str | None = None

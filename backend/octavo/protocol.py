@@ -11,11 +11,12 @@ table and its sampling parameters. The worker applies a plan in this order:
 6. forward over the token slices
 7. sample for `slices[*].samples`, and append each sampled token to its row
 
-Only the scheduler builds plans, on the engine thread; only an `Executor` reads them.
+Only the scheduler builds plans, on the engine thread; only an `Executor` reads them. What every sequence has
+one of in every step is a named tuple, which is made in a third of the time of a frozen dataclass.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,11 @@ class NewSequence:
     sampling: RowSampling
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens [start, start + length) of one sequence, to be computed in this step.
 
-    `block_ids` replace the row's block table from index `first_block` on (appended blocks, or the
-    private copy of a block that was shared). `samples` are the sequences that sample from the logits of
+    `block_ids`, if any, replace the row's block table from index `first_block` on (appended blocks, or
+    the private copy of a block that was shared). `samples` are the sequences that sample from the logits of
     the slice's last token: the sequence itself and children forked in this step; empty while the slice
     does not reach the sequence's last token.
     """
@@ -99,8 +99,7 @@ class TokenLogprobs:
     ranks: tuple[int, ...]  # 1 is the most probable
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What one sequence got. `error` is set when its row was unusable (a NaN), and then nothing else is."""
 
     seq_id: int
@@ -118,14 +117,18 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Runs plans against a model. Depth is one for now: every `submit` is followed by its `collect`."""
+    """Runs plans against a model. Depth is one for now: every `submit` is followed by its `collect`.
+
+    What its caller does between the two should cost it no time: a device that computes by itself starts in
+    `submit`, and an executor that computes on the calling thread does so in `collect`.
+    """
 
     @property
     def num_blocks(self) -> int:
         """KV blocks that exist."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Starts a step. Raises `StepFailed`, like `collect`."""
+        """Takes a step on. Raises `StepFailed`, like `collect`."""
 
     def collect(self) -> StepResult:
         """Waits for the oldest submitted step. Raises `StepFailed`: that step's sequences are lost."""

@@ -20,6 +20,7 @@ TOTALS = (
     "vllm:time_to_first_token_seconds_count",
     "vllm:time_per_output_token_seconds_count",
     "vllm:e2e_request_latency_seconds_count",
+    "octavo:coalesced_responses_total",
 )
 LABELS = {"model": "llm", "version": "1"}
 
@@ -55,6 +56,7 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
         "vllm:time_to_first_token_seconds_count": 4,
         "vllm:time_per_output_token_seconds_count": 3 + (stopped["num_output_tokens"] > 1),
         "vllm:e2e_request_latency_seconds_count": 4,
+        "octavo:coalesced_responses_total": 0,
     }
     finished = {
         reason: after.value("vllm:request_success_total", finished_reason=reason, **LABELS)

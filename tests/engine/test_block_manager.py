@@ -1,11 +1,14 @@
 """The block manager against a model of it: who holds which block, and what the cache may give."""
 
+from array import array
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.engine.block_manager import Allocation, BlockManager
+from octavo.engine.block_manager import Allocation, Appended, BlockManager
 from octavo.engine.sequence import Sequence
 from octavo.protocol import RowSampling
 from octavo.request import Request
@@ -13,9 +16,10 @@ from octavo.request import Request
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0)
 
 
-def sequence(tokens: list[int], id: int = 1, salt: str | None = None) -> Sequence:
-    request = Request(f"r{id}", tuple(tokens), cache_salt=salt)
-    return Sequence(id, request, 0, id, GREEDY, frozenset(), list(tokens))
+def sequence(tokens: Iterable[int], id: int = 1, salt: str | None = None) -> Sequence:
+    token_ids = array("i", tokens)
+    request = Request(f"r{id}", tuple(token_ids), cache_salt=salt)
+    return Sequence(id, request, 0, id, GREEDY, frozenset(), 0, len(token_ids) + 100, token_ids)
 
 
 def run(manager: BlockManager, seq: Sequence) -> int:
@@ -105,12 +109,13 @@ def test_the_first_writer_of_a_shared_block_gets_a_copy_and_the_last_one_does_no
     shared = parent.block_table[1]
     assert manager.num_used_blocks == 2
     appended = manager.append(child, 1)
+    assert appended is not None
     assert appended.copy is not None
     assert (appended.first_block, appended.block_ids) == (1, (child.block_table[1],))
     assert appended.copy.source == shared
     assert appended.copy.destination == child.block_table[1] != shared
     assert child.block_table[0] == parent.block_table[0]
-    assert manager.append(parent, 1).copy is None
+    assert manager.append(parent, 1) == Appended(2, ())
     assert parent.block_table[1] == shared
     manager.check_integrity([parent, child])
 
@@ -122,23 +127,25 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     manager.fork(parent, child)
     child.num_computed_tokens = 4
     for seq in (parent, child):
-        assert manager.append(seq, 1).copy is None
+        assert manager.append(seq, 1) == Appended(1, (seq.block_table[1],))
     assert parent.block_table[0] == child.block_table[0]
     assert parent.block_table[1] != child.block_table[1]
 
 
-def test_can_append_counts_the_copy() -> None:
+def test_append_counts_the_copy_and_changes_nothing_when_blocks_run_out() -> None:
     manager = BlockManager(2, 4)
     parent, child = sequence([1, 2, 3]), sequence([1, 2, 3], 2)
     run(manager, parent)
     manager.fork(parent, child)
     child.num_computed_tokens = 3
-    assert manager.can_append(child, 1)
-    manager.append(child, 1)
+    assert manager.append(child, 3) is None
+    assert child.block_table == parent.block_table
+    assert manager.append(child, 1) is not None
     assert manager.num_free_blocks == 0
-    assert manager.can_append(parent, 1)
+    assert manager.append(parent, 1) == Appended(1, ())
     parent.num_computed_tokens = 4
-    assert not manager.can_append(parent, 1)
+    assert manager.append(parent, 1) is None
+    manager.check_integrity([parent, child])
 
 
 def test_check_integrity_sees_a_leak_and_a_double_reference() -> None:
@@ -184,10 +191,12 @@ class Machine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, tokens: list[int]) -> None:
         seq = data.draw(st.sampled_from(self.live))
         free = self.manager.num_free_blocks
-        if not self.manager.can_append(seq, len(tokens)):
+        table = seq.block_table.copy()
+        appended = self.manager.append(seq, len(tokens))
+        if appended is None:
+            assert (seq.block_table, self.manager.num_free_blocks) == (table, free)
             return
         seq.token_ids.extend(tokens)
-        appended = self.manager.append(seq, len(tokens))
         if appended.copy:
             self.content[appended.copy.destination] = self.content[appended.copy.source].copy()
         assert len(seq.block_table) == -(-seq.num_tokens // self.size)

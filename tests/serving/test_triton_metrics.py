@@ -37,10 +37,11 @@ def make(triton: FakeTriton, instance: str = "llm_0_0") -> TritonMetrics:
 
 def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
     metrics = make(triton)
-    metrics.update(stats(), ready=True)
+    metrics.update(stats(), ready=True, num_coalesced=0)
     metrics.update(
         stats(num_running=0, generation_tokens_total=70, requests_finished={"stop": 5, "abort": 1}),
         ready=False,
+        num_coalesced=7,
     )
     values = {name: metric.value for (name, _), metric in triton.metrics.items() if not metric.observed}
     assert {name: values[name] for name in values if not name.endswith("seconds")} | {
@@ -50,6 +51,7 @@ def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
         "vllm:num_requests_waiting": 3,
         "vllm:kv_cache_usage_perc": 0.25,
         "octavo:ready": 0,
+        "octavo:coalesced_responses_total": 7,
         "vllm:prompt_tokens_total": 100,
         "vllm:generation_tokens_total": 70,
         "vllm:num_preemptions_total": 1,
@@ -64,7 +66,7 @@ def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
 
 def test_instances_share_counters_and_have_gauges_of_their_own(triton: FakeTriton) -> None:
     for instance in ("llm_0_0", "llm_0_1"):
-        make(triton, instance).update(stats(), ready=True)
+        make(triton, instance).update(stats(), ready=True, num_coalesced=0)
     assert triton.metric("vllm:prompt_tokens_total", model="llm", version="1").value == 200
     for instance in ("llm_0_0", "llm_0_1"):
         assert triton.metric("vllm:num_requests_running", instance=instance).value == 2
@@ -97,14 +99,14 @@ def test_one_token_has_no_time_between_tokens_and_none_no_first(triton: FakeTrit
 def test_a_server_without_histograms_gets_the_rest(triton: FakeTriton) -> None:
     del triton.module.MetricFamily.HISTOGRAM
     metrics = make(triton)
-    metrics.update(stats(), ready=True)
+    metrics.update(stats(), ready=True, num_coalesced=0)
     assert not any(name.endswith("seconds") for name, _ in triton.metrics)
     assert triton.metric("octavo:ready").value == 1
 
 
 def test_a_server_without_metrics_costs_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     metrics = TritonMetrics(None, "llm", "1", "llm_0_0")
-    metrics.update(stats(), ready=True)
+    metrics.update(stats(), ready=True, num_coalesced=0)
     metrics.observe(OpenRequest("r", None))  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == [
         "no metrics of the engine: this server has no custom metrics"
@@ -118,7 +120,7 @@ def test_metrics_that_are_switched_off_cost_one_log_line(caplog: pytest.LogCaptu
         def __init__(self, **arguments: str) -> None:
             raise RuntimeError("metrics are disabled")
 
-    TritonMetrics(SwitchedOff, "llm", "1", "llm_0_0").update(stats(), ready=True)
+    TritonMetrics(SwitchedOff, "llm", "1", "llm_0_0").update(stats(), ready=True, num_coalesced=0)
     assert [record.message for record in caplog.records] == ["no metrics of the engine: metrics are disabled"]
 
 

@@ -72,6 +72,11 @@ def test_paths_in_model_json_are_relative_to_it(load: Load, tmp_path: Path) -> N
             "'shutdown_timeout_s' is 'soon'",
         ),
         ("{}", {"parameters": {"shutdown_timeout_s": {"string_value": "-1"}}}, "allowed: 0 to 86400"),
+        (
+            "{}",
+            {"parameters": {"coalesce_responses": {"string_value": "no"}}},
+            "'coalesce_responses' is 'no'; allowed: 'true' .* and 'false' ",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_loaded_says_why_in_one_line(
@@ -128,15 +133,24 @@ def test_requests_of_one_batch_are_answered_by_one_thread(llm: LoadedModel) -> N
     assert {name for r in requests for name in r.sender.threads} == {"octavo-sender"}
 
 
-def test_a_sender_that_is_behind_merges_what_waits_for_a_stream(llm: LoadedModel) -> None:
+@pytest.mark.parametrize("coalesce", ["true", "false", None])
+def test_a_sender_that_is_behind_merges_what_waits_for_a_stream_unless_told_not_to(
+    load: Load, triton: FakeTriton, coalesce: str | None
+) -> None:
+    llm = load(parameters={"coalesce_responses": {"string_value": coalesce}} if coalesce else {})
     slow = InferenceRequest(text_input="", stream=True, parameters={"max_tokens": 26})
     slow.sender.unblocked.clear()
     llm.execute(slow)
     wait_until(lambda: llm.engine.finished == {"length": 1})
     slow.sender.unblocked.set()
     texts = slow.sender.texts()
+    llm.finalize()
+    coalesced = triton.metric("octavo:coalesced_responses_total", model="llm", version="1").value
     assert "".join(text for (text,) in texts) == "abcdefghijklmnopqrstuvwxyz"
-    assert len(texts) == 2  # the one that was blocked, and all the rest
+    if coalesce == "false":
+        assert (len(texts), coalesced) == (26, 0)
+    else:
+        assert (len(texts), coalesced) == (2, 24)  # the one that was blocked, and all the rest
 
 
 def test_execute_waits_for_nothing(llm: LoadedModel) -> None:

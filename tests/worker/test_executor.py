@@ -1,5 +1,6 @@
 """The executor as the engine sees it: plans in, results out, failures contained."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,34 @@ def test_a_cache_that_cannot_be_allocated(folder: Path) -> None:
         make_executor(folder, num_gpu_blocks_override=2**30)
 
 
-def test_the_number_of_threads(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "cores", "expected", "warned"),
+    [(None, 2, 2, False), (None, 8, 3, False), (2, 4, 2, False), (4, 2, 4, True)],
+    ids=["no more than cores", "as torch has it", "as told", "as told, though too many"],
+)
+def test_the_number_of_threads(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wanted: int | None,
+    cores: int,
+    expected: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr("octavo.worker.executor.usable_cores", lambda: cores)
     before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen: list[int] = []
     try:
-        make_executor(folder, num_threads=before + 1)
-        assert torch.get_num_threads() == before + 1
+        make_executor(folder, num_threads=wanted)
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))  # the engine's, say
+        thread.start()
+        thread.join()
+        assert [torch.get_num_threads(), *seen] == [expected] * 2
     finally:
         torch.set_num_threads(before)
+    text = "'num_threads' is 4, but this process may use 2 cores: the forward will be slower than with 2"
+    assert (text in caplog.messages) == warned
 
 
 def test_the_largest_step_runs(folder: Path) -> None:

@@ -6,13 +6,13 @@ the only caller. Only this file touches reference counts; it fills `Sequence.blo
 Invariants, checked by `check_integrity`:
 - a block is in the free list exactly once when its reference count is 0, and not at all otherwise;
 - a reference count is the number of block tables that hold the block;
-- a block with a hash is full, never written again, and is the one that the prefix cache names for it.
+- a block with a hash is full, never written again, and is the one that the prefix cache names for it;
+- slots from a sequence's `num_computed_tokens` up to its `num_writable_tokens` are in blocks of its own.
 
 The free list is ordered by who is evicted first: blocks that hold nothing reusable, then cached blocks by
 last use, the tail of a sequence before its head, so that a shared prefix outlives what followed it.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,12 +32,6 @@ class Allocation(Enum):
     NEVER = "never"  # not even with all blocks free
 
 
-@dataclass(slots=True)
-class Block:
-    ref_count: int = 0
-    hash: bytes | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Appended:
     """What `append` did: `block_ids` now stand in the block table from index `first_block` on."""
@@ -47,6 +41,9 @@ class Appended:
     copy: BlockCopy | None = None
 
 
+_NOTHING = Appended(0, ())
+
+
 class BlockManager:
     """`num_blocks` blocks of `block_size` tokens. All operations are O(blocks touched)."""
 
@@ -54,7 +51,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = enable_prefix_caching
-        self._blocks = [Block() for _ in range(num_blocks)]
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
 
@@ -79,7 +77,7 @@ class BlockManager:
         total = self.blocks_for(seq.num_tokens)
         if total > self.num_blocks:
             return Allocation.NEVER
-        in_use = sum(self._blocks[b].ref_count > 0 for b in self._cached_prefix(seq))
+        in_use = sum(self._ref_counts[block_id] > 0 for block_id in self._cached_prefix(seq))
         return Allocation.NOW if total - in_use + reserve <= len(self._free) else Allocation.LATER
 
     def allocate(self, seq: Sequence) -> int:
@@ -95,27 +93,32 @@ class BlockManager:
         fresh = [self._take() for _ in range(self.blocks_for(seq.num_tokens) - len(hits))]
         seq.block_table.extend(hits + fresh)
         seq.num_committed_blocks = len(hits)
+        seq.num_writable_tokens = len(seq.block_table) * self.block_size
         return len(hits) * self.block_size
 
-    def can_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `num_tokens` more can be computed for a running sequence, copy-on-write counted in."""
-        missing = self.blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
-        return max(missing, 0) + self._writes_shared_block(seq) <= len(self._free)
+    def append(self, seq: Sequence, num_tokens: int) -> Appended | None:
+        """Makes the slots of a running sequence's next `num_tokens` tokens exist and belong to it alone.
 
-    def append(self, seq: Sequence, num_tokens: int) -> Appended:
-        """Makes the slots of the next `num_tokens` tokens exist and belong to this sequence alone."""
-        table = seq.block_table
-        first = len(table)
+        None, with nothing changed, when that takes more blocks than are free.
+        """
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        if end <= seq.num_writable_tokens:
+            return _NOTHING  # as in most steps of most sequences
+        table, first = seq.block_table, start // self.block_size
+        writes_shared = first < len(table) and self._ref_counts[table[first]] > 1
+        missing = max(self.blocks_for(end) - len(table), 0)
+        if missing + writes_shared > len(self._free):
+            return None
         copy = None
-        if self._writes_shared_block(seq):
-            first = seq.num_computed_tokens // self.block_size
+        if writes_shared:
             assert first == len(table) - 1, "only the last block of a table can be partly filled"
-            shared = table[first]
-            copy = BlockCopy(shared, self._take())
+            copy = BlockCopy(table[first], self._take())
             table[first] = copy.destination
-            self._release(shared)
-        missing = self.blocks_for(seq.num_computed_tokens + num_tokens) - len(table)
+            self._release(copy.source)
+        else:
+            first = len(table)
         table.extend(self._take() for _ in range(missing))
+        seq.num_writable_tokens = len(table) * self.block_size
         return Appended(first, tuple(table[first:]), copy)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -126,6 +129,7 @@ class BlockManager:
         child.block_table.extend(parent.block_table)
         child.block_hashes = parent.block_hashes.copy()
         child.num_committed_blocks = parent.num_committed_blocks
+        parent.num_writable_tokens = 0  # the next `append` of either looks who has the last block
 
     def commit(self, seq: Sequence) -> None:
         """Publishes blocks that have become full and computed, so that other prompts can reuse them."""
@@ -136,23 +140,23 @@ class BlockManager:
             return
         self._extend_hashes(seq, full)
         for index in range(seq.num_committed_blocks, full):
-            block, digest = self._blocks[seq.block_table[index]], seq.block_hashes[index]
+            block_id, digest = seq.block_table[index], seq.block_hashes[index]
             # Two sequences that computed the same prefix side by side: the first one's block is kept.
-            if block.hash is None and digest not in self._cached:
-                block.hash = digest
-                self._cached[digest] = seq.block_table[index]
+            if self._hashes[block_id] is None and digest not in self._cached:
+                self._hashes[block_id] = digest
+                self._cached[digest] = block_id
         seq.num_committed_blocks = full
 
     def distrust(self, seq: Sequence) -> None:
         """Takes a sequence's blocks out of the prefix cache: what they hold may be wrong (a NaN)."""
         for block_id in seq.block_table:
-            self._uncache(self._blocks[block_id])
+            self._uncache(block_id)
 
     def free(self, seq: Sequence) -> None:
         for block_id in reversed(seq.block_table):
             self._release(block_id)
         seq.block_table.clear()
-        seq.num_committed_blocks = 0
+        seq.num_committed_blocks = seq.num_writable_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises `AssertionError` when an invariant does not hold for these live sequences."""
@@ -160,43 +164,40 @@ class BlockManager:
         for seq in sequences:
             for block_id in seq.block_table:
                 counts[block_id] += 1
-        for block_id, block in enumerate(self._blocks):
-            assert block.ref_count == counts[block_id], f"block {block_id}: {block.ref_count} references"
-            assert (block_id in self._free) == (block.ref_count == 0), f"block {block_id}: free list"
-            if block.hash is not None:
-                assert self._cached.get(block.hash) == block_id, f"block {block_id}: prefix cache"
-        assert len(self._cached) == sum(block.hash is not None for block in self._blocks)
-
-    def _writes_shared_block(self, seq: Sequence) -> bool:
-        index = seq.num_computed_tokens // self.block_size
-        return index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1
+            first = seq.num_computed_tokens // self.block_size
+            for block_id in seq.block_table[first : seq.num_writable_tokens // self.block_size]:
+                assert self._ref_counts[block_id] == 1, f"block {block_id}: shared, but seen as writable"
+        for block_id, (count, digest) in enumerate(zip(self._ref_counts, self._hashes, strict=True)):
+            assert count == counts[block_id], f"block {block_id}: {count} references"
+            assert (block_id in self._free) == (count == 0), f"block {block_id}: free list"
+            if digest is not None:
+                assert self._cached.get(digest) == block_id, f"block {block_id}: prefix cache"
+        assert len(self._cached) == sum(digest is not None for digest in self._hashes)
 
     def _reference(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
+        if self._ref_counts[block_id] == 0:
             del self._free[block_id]
-        block.ref_count += 1
+        self._ref_counts[block_id] += 1
 
     def _release(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        block.ref_count -= 1
-        assert block.ref_count >= 0
-        if block.ref_count == 0:
+        self._ref_counts[block_id] -= 1
+        assert self._ref_counts[block_id] >= 0
+        if self._ref_counts[block_id] == 0:
             self._free[block_id] = None
-            if block.hash is None:
+            if self._hashes[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
-        block = self._blocks[block_id]
-        self._uncache(block)
-        block.ref_count = 1
+        self._uncache(block_id)
+        self._ref_counts[block_id] = 1
         return block_id
 
-    def _uncache(self, block: Block) -> None:
-        if block.hash is not None:
-            del self._cached[block.hash]
-            block.hash = None
+    def _uncache(self, block_id: int) -> None:
+        digest = self._hashes[block_id]
+        if digest is not None:
+            del self._cached[digest]
+            self._hashes[block_id] = None
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._caching:
@@ -216,7 +217,7 @@ class BlockManager:
         for index in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else _root_hash(seq.request.cache_salt or "")
             digest = blake2b(parent, digest_size=16, key=_HASH_KEY)
-            digest.update(array("i", seq.token_ids[index * size : (index + 1) * size]).tobytes())
+            digest.update(seq.token_ids[index * size : (index + 1) * size])
             hashes.append(digest.digest())
 
 

@@ -82,17 +82,22 @@ class Delivery:
         )
 
     def _send(self, state: _Continuation, text: str, num_tokens: int, reason: FinishReason | None) -> None:
-        token_ids, logprobs = state.token_ids[:num_tokens], state.logprobs[:num_tokens]
-        del state.token_ids[:num_tokens], state.logprobs[:num_tokens]
-        state.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
-        wanted = self.request.params.logprobs is not None
+        token_ids = tuple(state.token_ids[:num_tokens])
+        del state.token_ids[:num_tokens]
+        logprobs: tuple[tuple[Logprob, ...], ...] = ()
+        if state.logprobs:
+            entries = state.logprobs[:num_tokens]
+            del state.logprobs[:num_tokens]
+            state.cumulative_logprob += sum(entry.logprobs[0] for entry in entries)
+            if self.request.params.logprobs is not None:
+                logprobs = tuple(self._explain(entry) for entry in entries)
         self._sink(
             TextDelta(
                 request_id=self.request.id,
                 index=state.index,
                 text=text,
-                token_ids=tuple(token_ids),
-                logprobs=tuple(self._explain(entry) for entry in logprobs) if wanted else (),
+                token_ids=token_ids,
+                logprobs=logprobs,
                 cumulative_logprob=state.cumulative_logprob,
                 finish_reason=reason,
                 num_prompt_tokens=len(self.request.prompt_token_ids),

@@ -8,7 +8,7 @@ many came before.
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.engine.stop_strings import StopMatcher
 from octavo.engine.tokenizer import Tokenizer
@@ -18,8 +18,7 @@ _MAX_CHARACTER_BYTES = 4
 _INVALID = "\ufffd"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`text` is exactly what the next `num_tokens` tokens say. `stopped`: a stop string was completed."""
 
     text: str
@@ -27,8 +26,7 @@ class Piece:
     stopped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Boundary:
+class _Boundary(NamedTuple):
     """A place between two tokens where text may be cut: no character is half there."""
 
     num_tokens: int  # of the sequence, before it
@@ -48,8 +46,8 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._stops = StopMatcher(params.stop) if params.stop else None
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._prompt_is_half = False  # whether the bytes that the decoder holds are all the prompt's
+        self._undecoded = b""  # the beginning of a character
+        self._prompt_is_half = False  # whether those bytes are all the prompt's
         self._strip_space = self._vocabulary.strips_first_space
         self._read_prompt(prompt_token_ids)
         self._held: deque[str] = deque()  # what each token that was not given out says
@@ -66,8 +64,8 @@ class Detokenizer:
             end = data + end
             if len(end) >= _MAX_CHARACTER_BYTES:
                 break
-        self._bytes.decode(end)
-        self._prompt_is_half = bool(self._bytes.getstate()[0])
+        self._decode(end)
+        self._prompt_is_half = bool(self._undecoded)
         self._strip_space = self._strip_space and not end
 
     def push(self, token_ids: Sequence[int], final: bool = False) -> Piece:
@@ -84,7 +82,7 @@ class Detokenizer:
             stop = self._append(text)
             if stop is not None:
                 return self._give_up_to(self._num_tokens, stop, stopped=True)
-            if not self._bytes.getstate()[0]:
+            if not self._undecoded:
                 self._boundaries.append(_Boundary(self._num_tokens, self._num_chars))
         if final:
             return self._finish()
@@ -97,7 +95,7 @@ class Detokenizer:
 
     def _read(self, data: bytes) -> str:
         """What the sequence says now that it did not before these bytes."""
-        text = self._bytes.decode(data)
+        text = self._decode(data)
         if self._prompt_is_half and data:
             # Either these bytes complete the prompt's last character, or that is the prompt's U+FFFD.
             text = text.removeprefix(_INVALID)
@@ -107,11 +105,19 @@ class Detokenizer:
             self._strip_space = False
         return text
 
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._undecoded + data
+        text, num_decoded = codecs.utf_8_decode(data, "replace", final)
+        self._undecoded = data[num_decoded:]
+        return text
+
     def _append(self, text: str) -> int | None:
         """Returns at which character of the sequence its text has to end, if a stop string says so."""
-        searched = 0
         self._num_chars += len(text)
-        while self._stops and (found := self._stops.feed(text[searched:])):
+        if self._stops is None:
+            return None
+        searched = 0
+        while found := self._stops.feed(text[searched:]):
             end, length = found
             searched += end
             if self._num_tokens > self._min_tokens:
@@ -120,7 +126,7 @@ class Detokenizer:
         return None
 
     def _finish(self) -> Piece:
-        rest = self._bytes.decode(b"", final=True)
+        rest = self._decode(b"", final=True)
         stop = None
         if rest and self._held and not self._prompt_is_half:
             self._held[-1] += rest
@@ -131,7 +137,7 @@ class Detokenizer:
     def _give_up_to(self, num_tokens: int, num_chars: int, stopped: bool = False) -> Piece:
         """Counts are of the whole sequence."""
         num_new = num_tokens - self._num_given_tokens
-        text = "".join(self._held.popleft() for _ in range(num_new))
+        text = "".join([self._held.popleft() for _ in range(num_new)])
         piece = Piece(text[: num_chars - self._num_given_chars], num_new, stopped)
         self._num_given_tokens, self._num_given_chars = num_tokens, num_chars
         return piece

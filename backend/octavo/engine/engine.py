@@ -1,7 +1,12 @@
 """The engine: requests in, text deltas out, one step at a time.
 
 It builds everything below it (checkpoint, tokenizer, executor, scheduler) and turns the scheduler's tokens
-into text. One thread at a time may call `add`, `abort` and `step`: the loop's thread, or the caller of
+into text. Where the executor computes by itself, that happens while it does:
+
+    schedule N+1, submit N+1, deliver N, collect N+1, update
+
+One that computes on this thread does so in `collect`: no token waits for the step after its own.
+One thread at a time may call `add`, `abort` and `step`: the loop's thread, or the caller of
 `generate`. `make_request` and `stats` may be called from any thread.
 """
 
@@ -49,6 +54,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._blocks, eos)
         self._deliveries: dict[str, Delivery] = {}  # by request id
         self._by_sequence: dict[int, Delivery] = {}
+        self._undelivered: list[SequenceOutput] = []  # of the last step
         self._finished: Counter[str] = Counter()
         log.info("%s", self.describe())
 
@@ -99,7 +105,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        """Whether anyone waits for an answer: tokens to compute, or computed ones to deliver."""
+        return bool(self._deliveries)
 
     def add(self, request: Request, sink: Sink) -> None:
         """Puts a request in line. `sink` is called from `step`, must not block, and ends with one delta that
@@ -126,6 +133,8 @@ class Engine:
         return True
 
     def abort_all(self, error: OctavoError) -> None:
+        """Ends every request with an error, except those that the last step finished."""
+        self._deliver_outputs()
         for request_id in list(self._deliveries):
             self.abort(request_id, error)
 
@@ -136,27 +145,26 @@ class Engine:
         self._deliveries.clear()
 
     def step(self) -> bool:
-        """Schedules, computes and delivers once. False when there was nothing to compute.
+        """Computes once, and delivers what the step before has computed. False when nothing was to compute.
 
-        A step that fails ends its own requests with `StepFailed` and no others.
+        A step that fails ends its own requests with `StepFailed` and no others. A stop string is found when
+        the next step is under way already, whose token of that sequence is then ignored.
         """
         plan = self._scheduler.schedule()
         if plan is None:
+            self._deliver_outputs()
             return False
         try:
             self._executor.submit(plan)
-            result = self._executor.collect()
+            try:
+                self._deliver_outputs()
+            finally:  # no step stays in flight, whatever interrupts this
+                result = self._executor.collect()
         except StepFailed as error:
+            self._deliver_outputs()
             self._fail(plan, error)
             return True
-        for output in self._scheduler.update(plan, result):
-            delivery = self._by_sequence.get(output.seq_id)
-            if delivery is None:  # an earlier output of this step ended the request
-                continue
-            if output.error:
-                self.abort(delivery.request.id, StepFailed(output.error))
-            else:
-                self._deliver(delivery, output)
+        self._undelivered = self._scheduler.update(plan, result)
         return True
 
     def stats(self) -> EngineStats:
@@ -191,6 +199,17 @@ class Engine:
     ) -> list[Completion]:
         """Continues all prompts together and returns them in order. See `octavo.engine.offline`."""
         return generate(self, prompts, params, progress)
+
+    def _deliver_outputs(self) -> None:
+        outputs, self._undelivered = self._undelivered, []
+        for output in outputs:
+            delivery = self._by_sequence.get(output.seq_id)
+            if delivery is None:  # the request was aborted, or an earlier output of this step ended it
+                continue
+            if output.error:
+                self.abort(delivery.request.id, StepFailed(output.error))
+            else:
+                self._deliver(delivery, output)
 
     def _deliver(self, delivery: Delivery, output: SequenceOutput) -> None:
         try:

@@ -9,10 +9,12 @@ tokens as the token budget allows. One rule thereby covers chunked prefill, pref
 """
 
 import random
+from array import array
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.engine.admission import Admission
@@ -36,8 +38,7 @@ _rank = attrgetter("rank")
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # sets the seeds of a request's sequences apart
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """What a step did to one sequence. After a `finish_reason` or an `error` it is gone."""
 
     seq_id: int
@@ -64,7 +65,7 @@ class Counters:
 class _Draft:
     """The step plan while it is being made. `born` join the running ones when it is done."""
 
-    budget: int
+    budget: int  # tokens that are not given out yet
     slices: list[Slice] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
@@ -119,8 +120,8 @@ class Scheduler:
 
     def add(self, request: Request) -> list[Sequence]:
         """Puts a request in line; returns its n sequences. Raises like `check`."""
-        self.check(len(request.prompt_token_ids), request.params)
-        params = request.params
+        params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
+        self.check(num_prompt_tokens, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         self._num_requests += 1
         sequences = []
@@ -136,13 +137,15 @@ class Scheduler:
                     arrival=self._num_requests,
                     sampling=_row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, masked),
                     stop_ids=stop_ids,
-                    token_ids=list(request.prompt_token_ids),
+                    min_length=num_prompt_tokens + params.min_tokens,
+                    max_length=min(num_prompt_tokens + params.max_tokens, self._max_model_len),
+                    token_ids=array("i", request.prompt_token_ids),
                 )
             )
         self._live.update((seq.id, seq) for seq in sequences)
         sequences[0].children = sequences[1:]
         self._admission.add(sequences[0])
-        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        self.counters.prompt_tokens += num_prompt_tokens
         return sequences
 
     def schedule(self) -> StepPlan | None:
@@ -168,22 +171,22 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Takes a step's result: advances, commits and finishes its sequences."""
-        results = {r.seq_id: r for r in result.sequences}
+        live, commit, results = self._live, self._blocks.commit, iter(result.sequences)
         outputs: list[SequenceOutput] = []
-        for piece in plan.slices:
-            for seq_id in piece.samples or (piece.seq_id,):
-                seq = self._live.get(seq_id)
+        for slice_id, start, length, _, _, samples in plan.slices:
+            for seq_id in samples or (slice_id,):
+                sampled = next(results) if samples else None
+                seq = live.get(seq_id)
                 if seq is None:  # finished or aborted while the step was in flight
                     continue
-                seq.num_computed_tokens = piece.start + piece.length
-                sampled = results[seq_id] if piece.samples else None
+                seq.num_computed_tokens = start + length
                 if sampled and sampled.error:
                     self._blocks.distrust(seq)
                 else:
-                    self._blocks.commit(seq)
+                    commit(seq)
                 if sampled:
                     outputs.append(self._take_result(seq, sampled))
-        self.finish(*(out.seq_id for out in outputs if out.finish_reason or out.error))
+        self.finish(*[out.seq_id for out in outputs if out.finish_reason or out.error])
         return outputs
 
     def finish(self, *seq_ids: int) -> None:
@@ -219,20 +222,24 @@ class Scheduler:
         When blocks run out, the last in rank is preempted. It is not scheduled yet, so nothing has to be
         rolled back, and the first in rank always advances. Returns whether anyone was preempted.
         """
+        running, append = self._running, self._blocks.append
         preempted = False
         index = 0
-        while index < len(self._running):
-            seq = self._running[index]
-            # One token is kept back for each sequence behind: a long prompt slows them, but stops none.
-            behind = len(self._running) - index - 1
-            length = min(seq.num_uncomputed_tokens, draft.budget - behind)
-            while not self._blocks.can_append(seq, length):
+        # Every sequence can have one token: a long prompt slows those behind it, but stops none.
+        draft.budget -= len(running)
+        while index < len(running):
+            seq = running[index]
+            length = min(len(seq.token_ids) - seq.num_computed_tokens, 1 + draft.budget)
+            while (appended := append(seq, length)) is None:
                 preempted = True
-                victim = self._running.pop()
+                draft.budget += 1
+                victim = running.pop()
                 self._preempt(victim)
                 if victim is seq:
                     return True
-            self._compute(draft, seq, length)
+            if length > 1:
+                draft.budget -= length - 1
+            self._compute(draft, seq, length, appended)
             index += 1
         return preempted
 
@@ -250,26 +257,33 @@ class Scheduler:
                 self.counters.cached_prompt_tokens += seq.num_computed_tokens
             draft.new.append(NewSequence(seq.id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.sampling))
             insort(self._running, seq, key=_rank)
-            self._compute(draft, seq, min(seq.num_uncomputed_tokens, draft.budget), is_new=True)
+            length = min(seq.num_uncomputed_tokens, draft.budget)
+            draft.budget -= length
+            self._compute(draft, seq, length, Appended(0, tuple(seq.block_table)))
 
-    def _compute(self, draft: _Draft, seq: Sequence, length: int, is_new: bool = False) -> None:
-        """Puts the sequence's next `length` tokens into the plan, and its forks once the prompt is done."""
-        # A new sequence has all its blocks, but the worker has not seen any of them.
-        appended = Appended(0, tuple(seq.block_table)) if is_new else self._blocks.append(seq, length)
+    def _compute(self, draft: _Draft, seq: Sequence, length: int, appended: Appended) -> None:
+        """Puts the sequence's next `length` tokens into the plan, and its forks once the prompt is done.
+
+        `appended` are the blocks that the worker has not seen: of a new sequence all that it has.
+        """
         if appended.copy:
             draft.copies.append(appended.copy)
+        start = seq.num_computed_tokens
         samples: tuple[int, ...] = ()
-        if length == seq.num_uncomputed_tokens:
-            samples = (seq.id, *(child.id for child in seq.children))
-            for child in seq.children:
-                self._blocks.fork(seq, child)
-                draft.forks.append(Fork(seq.id, child.id, child.sampling))
-            draft.born.extend(seq.children)
-            seq.children = []
-        draft.budget -= length
-        draft.slices.append(
-            Slice(seq.id, seq.num_computed_tokens, length, appended.first_block, appended.block_ids, samples)
-        )
+        if start + length == len(seq.token_ids):
+            samples = (seq.id,)
+            if seq.children:
+                samples += self._fork(draft, seq)
+        draft.slices.append(Slice(seq.id, start, length, appended.first_block, appended.block_ids, samples))
+
+    def _fork(self, draft: _Draft, seq: Sequence) -> tuple[int, ...]:
+        """The sequence's prompt is computed: its children run beside it from now on. Returns their ids."""
+        children, seq.children = seq.children, []
+        for child in children:
+            self._blocks.fork(seq, child)
+            draft.forks.append(Fork(seq.id, child.id, child.sampling))
+        draft.born.extend(children)
+        return tuple(child.id for child in children)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back into line, to be computed anew; its cached blocks make that cheap while nobody takes them."""
@@ -280,22 +294,21 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _take_result(self, seq: Sequence, result: SequenceResult) -> SequenceOutput:
+        assert result.seq_id == seq.id, "results are not in the order of the plan's samples"
         if result.error:
             return SequenceOutput(seq.id, (), (), None, error=result.error)
-        params = seq.request.params
-        taken, by_token = 0, False
+        token_ids, logprobs = result.token_ids, result.logprobs
         reason: FinishReason | None = None
-        for token_id in result.token_ids:
-            seq.token_ids.append(token_id)
-            taken += 1
-            if token_id in seq.stop_ids and seq.num_generated_tokens > params.min_tokens:
-                reason, by_token = "stop", True
-            elif seq.num_generated_tokens >= params.max_tokens or seq.num_tokens >= self._max_model_len:
-                reason = "length"
-            if reason:
+        known, by_token = seq.token_ids, False
+        for taken, token_id in enumerate(token_ids, 1):
+            known.append(token_id)
+            by_token = token_id in seq.stop_ids and len(known) > seq.min_length
+            if by_token or len(known) >= seq.max_length:
+                token_ids, logprobs = token_ids[:taken], logprobs[:taken]
+                reason = "stop" if by_token else "length"
                 break
-        self.counters.generation_tokens += taken
-        return SequenceOutput(seq.id, result.token_ids[:taken], result.logprobs[:taken], reason, by_token)
+        self.counters.generation_tokens += len(token_ids)
+        return SequenceOutput(seq.id, token_ids, logprobs, reason, by_token)
 
 
 def _row_sampling(request: Request, seed: int, stop_ids: tuple[int, ...]) -> RowSampling:

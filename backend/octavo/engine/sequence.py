@@ -1,5 +1,6 @@
 """A sequence: one continuation of one prompt. Only the scheduler (and `BlockManager` for it) writes one."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from octavo.protocol import RowSampling
@@ -21,12 +22,15 @@ class Sequence:
     arrival: int  # a counter: smaller came earlier
     sampling: RowSampling
     stop_ids: frozenset[int]  # tokens that end it
-    token_ids: list[int]
+    min_length: int  # tokens, the prompt's too, up to which none of them does
+    max_length: int  # tokens, the prompt's too, at which it ends
+    token_ids: "array[int]"  # of type "i": hashed as it lies in memory, and a tenth of the size of a list
     children: list["Sequence"] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as anyone asked
     num_committed_blocks: int = 0  # leading blocks of the table whose hashes are published
+    num_writable_tokens: int = 0  # up to here the table has slots, and no other sequence has those to come
 
     @property
     def num_tokens(self) -> int:

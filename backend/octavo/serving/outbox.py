@@ -1,13 +1,16 @@
 """Requests between Triton's `execute` and their final response, and what waits to be sent to them.
 
 Any thread may open a request, put a delta and ask who is open; only the sender thread takes and forgets. It
-gets all that is waiting at once, by request, so that several deltas of a stream become one response when it
-is behind: a response through Triton costs about as much CPU as a decode step of a small model.
+takes one request at a time, the one whose delta has waited longest, with all that waits for it by then. So
+several deltas of a stream become one response when the sender is behind, and only then (32 responses through
+Triton cost about as much CPU as a decode step of a small model), and no stream waits for more than one
+response to each of the others.
 """
 
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -76,9 +79,13 @@ class OpenRequest:
 
 
 class Outbox:
-    def __init__(self) -> None:
+    """With `coalesce` false every delta is taken by itself, in order of arrival."""
+
+    def __init__(self, coalesce: bool = True) -> None:
+        self._coalesce = coalesce
         self._changed = threading.Condition()
-        self._waiting: dict[OpenRequest, list[TextDelta]] = {}
+        self._waiting: deque[tuple[OpenRequest, list[TextDelta]]] = deque()
+        self._joinable: dict[OpenRequest, list[TextDelta]] = {}  # what waits that a further delta may join
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count(1)
         self._woken = False
@@ -87,16 +94,31 @@ class Outbox:
         request = OpenRequest(f"request-{next(self._numbers)}", sender)
         with self._changed:
             self._open[request.id] = request
+            self._changed.notify()  # a sender that slept with nobody to ask has somebody now
         return request
 
     def put(self, request: OpenRequest, delta: TextDelta) -> None:
         with self._changed:
-            self._waiting.setdefault(request, []).append(delta)
+            deltas = self._joinable.get(request)
+            if deltas is not None:
+                deltas.append(delta)
+                return
+            deltas = [delta]
+            self._waiting.append((request, deltas))
+            if self._coalesce:
+                self._joinable[request] = deltas
             self._changed.notify()
 
     def fail(self, request: OpenRequest, error: OctavoError) -> None:
         """Ends a request that the engine does not know, or does not answer any more."""
         self.put(request, TextDelta(request.id, error=error, request_finished=True))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def is_open(self, request: OpenRequest) -> bool:
+        return request.id in self._open
 
     def requests(self) -> list[OpenRequest]:
         with self._changed:
@@ -111,8 +133,8 @@ class Outbox:
             self._woken = True
             self._changed.notify()
 
-    def take(self, timeout_s: float) -> dict[OpenRequest, list[TextDelta]]:
-        """All that is waiting, in order of arrival; waits up to `timeout_s` while there is nothing.
+    def take(self, timeout_s: float) -> tuple[OpenRequest, list[TextDelta]] | None:
+        """What the next response is made of; waits up to `timeout_s` while there is nothing.
 
         What was put for a request after it was forgotten is dropped.
         """
@@ -120,8 +142,12 @@ class Outbox:
             if not self._waiting and not self._woken:
                 self._changed.wait(timeout_s)
             self._woken = False
-            waiting, self._waiting = self._waiting, {}
-            return {request: deltas for request, deltas in waiting.items() if request.id in self._open}
+            while self._waiting:
+                request, deltas = self._waiting.popleft()
+                self._joinable.pop(request, None)
+                if request.id in self._open:
+                    return request, deltas
+            return None
 
     def forget(self, request: OpenRequest) -> None:
         """After the final response."""

@@ -49,6 +49,10 @@ class Reply:
         self._outputs = ["text_output", *(f.name for f in fields(returns) if getattr(returns, f.name))]
 
     @property
+    def streams(self) -> bool:
+        return self._stream
+
+    @property
     def num_sequences(self) -> int:
         return len(self._sequences)
 

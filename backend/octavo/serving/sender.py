@@ -18,8 +18,8 @@ from octavo.serving.outbox import OpenRequest, Outbox
 
 log = logging.getLogger("octavo")
 
-_SWEEP_S = 0.05  # between looks for cancelled requests
-_SWEEP_SHARE = 0.1  # of the thread's time at most: a look is a round trip of some 0.1 ms for each request
+_SWEEP_S = 0.05  # between two rounds of asking who was cancelled
+_SWEEP_SHARE = 0.1  # of the thread's time at most: to ask is a round trip of some 0.1 ms for each request
 _TICK_S = 1.0  # between two calls of `on_tick`
 
 
@@ -35,7 +35,8 @@ class Sender:
     """`cancel` ends a request that the client gave up, wherever it is; it answers through the outbox.
 
     `on_done` gets every request that had a result, after its final response. `on_tick` is called about once
-    a second.
+    a second. `num_coalesced` counts the deltas of streams that joined an earlier one of their sequence in its
+    response.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class Sender:
         self._on_done = on_done
         self._on_tick = on_tick
         self._next_sweep_s = self._next_tick_s = 0.0
+        self._to_ask: list[OpenRequest] = []  # what is left of this round
+        self._asking_s = 0.0  # that this round has cost
+        self.num_coalesced = 0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="octavo-sender", daemon=True)
 
@@ -69,30 +73,41 @@ class Sender:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._send_waiting(self._patience_s())
-            self._guard("looking for cancelled requests", self._sweep)
+            self._send_next(self._patience_s())
+            self._guard("looking for cancelled requests", self._ask_one)
             self._guard("updating the metrics", self._tick)
-        self._send_waiting(0)
+        self._send_all()
         for request in self._outbox.requests():
             self._outbox.fail(request, Unavailable("the model was unloaded before the request was done"))
-        self._send_waiting(0)
+        self._send_all()
         self._guard("updating the metrics", self._on_tick)
 
     def _patience_s(self) -> float:
         """How long there is nothing to do but to wait for deltas."""
-        due_s = min(self._next_tick_s, self._next_sweep_s) if self._outbox.requests() else self._next_tick_s
+        if self._to_ask:
+            return 0.0
+        due_s = min(self._next_tick_s, self._next_sweep_s) if self._outbox.num_open else self._next_tick_s
         return max(0.0, due_s - time.monotonic())
 
-    def _send_waiting(self, timeout_s: float) -> None:
-        for request, deltas in self._outbox.take(timeout_s).items():
-            try:
-                self._answer(request, deltas)
-            except Exception as error:
-                log.exception("request %s: its response could not be sent", request)
-                self._give_up(request, error)
+    def _send_all(self) -> None:
+        while self._send_next(0):
+            pass
+
+    def _send_next(self, timeout_s: float) -> bool:
+        """Whether anything was waiting."""
+        taken = self._outbox.take(timeout_s)
+        if taken is None:
+            return False
+        request, deltas = taken
+        try:
+            self._answer(request, deltas)
+        except Exception as error:
+            log.exception("request %s: its response could not be sent", request)
+            self._give_up(request, error)
+        return True
 
     def _answer(self, request: OpenRequest, deltas: list[TextDelta]) -> None:
-        """One response for all that is waiting. An error makes what waits before it pointless."""
+        """One response for all of them. An error makes what waits before it pointless."""
         last = next((delta for delta in deltas if delta.request_finished), deltas[-1])
         if last.error is not None:
             self._channel.send_error(request, last.error)
@@ -104,6 +119,8 @@ class Sender:
         tensors = request.reply.take()
         if tensors is not None:
             self._channel.send(request, tensors, final=last.request_finished)
+        if len(deltas) > 1 and request.reply.streams:
+            self.num_coalesced += len(deltas) - len({delta.index for delta in deltas})
         request.count_tokens(sum(len(delta.token_ids) for delta in deltas))
         if last.request_finished:
             self._outbox.forget(request)
@@ -118,22 +135,33 @@ class Sender:
         except Exception as second:
             log.info("request %s: its final response could not be sent either: %r", request, second)
 
-    def _sweep(self) -> None:
+    def _ask_one(self) -> None:
+        """Asks the server whether the next request of this round was cancelled; begins a round that is due.
+
+        One at a time, so that tokens do not wait for a round over a thousand requests.
+        """
         started_s = time.monotonic()
-        if started_s < self._next_sweep_s:
-            return
-        for request in self._outbox.requests():
-            if request.cancel_seen:
-                continue
-            try:
-                request.cancel_seen = self._channel.is_cancelled(request)
-            except Exception as error:
-                log.exception("request %s: the server does not know it any more", request)
-                self._give_up(request, error)
-            if request.cancel_seen:
-                self._cancel(request)
+        if not self._to_ask:
+            if started_s < self._next_sweep_s:
+                return
+            self._to_ask = self._outbox.requests()
+            self._asking_s = 0.0
+        request = self._to_ask.pop() if self._to_ask else None
+        if request and self._outbox.is_open(request) and not request.cancel_seen:
+            self._ask(request)
         now_s = time.monotonic()
-        self._next_sweep_s = now_s + max(_SWEEP_S, (now_s - started_s) / _SWEEP_SHARE)
+        self._asking_s += now_s - started_s
+        if not self._to_ask:
+            self._next_sweep_s = now_s + max(_SWEEP_S, self._asking_s / _SWEEP_SHARE)
+
+    def _ask(self, request: OpenRequest) -> None:
+        try:
+            request.cancel_seen = self._channel.is_cancelled(request)
+        except Exception as error:
+            log.exception("request %s: the server does not know it any more", request)
+            self._give_up(request, error)
+        if request.cancel_seen:
+            self._cancel(request)
 
     def _tick(self) -> None:
         if time.monotonic() >= self._next_tick_s:

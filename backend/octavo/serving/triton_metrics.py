@@ -40,6 +40,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 _FINISHED = "vllm:request_success_total"
 _REASONS = ("stop", "length", "abort", "error")
+_COALESCED = "octavo:coalesced_responses_total"
 _READY = "octavo:ready"
 _TIME_TO_FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 _TIME_PER_OUTPUT_TOKEN = "vllm:time_per_output_token_seconds"
@@ -113,11 +114,12 @@ class TritonMetrics:
             for metrics in (self._gauges, self._counters, self._finished, self._histograms):
                 metrics.clear()
 
-    def update(self, stats: EngineStats, ready: bool) -> None:
+    def update(self, stats: EngineStats, ready: bool, num_coalesced: int) -> None:
+        """`num_coalesced`: the sender's total of that name."""
         for name, metric in self._gauges.items():
             metric.set(float(ready) if name == _READY else float(_GAUGES[name][1](stats)))
         for name, counter in self._counters.items():
-            counter.raise_to(_COUNTERS[name][1](stats))
+            counter.raise_to(num_coalesced if name == _COALESCED else _COUNTERS[name][1](stats))
         for reason, counter in self._finished.items():
             counter.raise_to(stats.requests_finished.get(reason, 0))
 
@@ -147,6 +149,10 @@ class TritonMetrics:
         self._gauges[_READY] = ready.metric(labels=gauge_labels)
         for name, (help, _) in _COUNTERS.items():
             self._counters[name] = _Counter(make(name, help, family.COUNTER).metric(labels=labels))
+        coalesced = make(
+            _COALESCED, "Deltas of streams that were sent in an earlier one's response.", family.COUNTER
+        )
+        self._counters[_COALESCED] = _Counter(coalesced.metric(labels=labels))
         finished = make(_FINISHED, "Requests that ended, by how.", family.COUNTER)
         for reason in _REASONS:
             self._finished[reason] = _Counter(finished.metric(labels={**labels, "finished_reason": reason}))

@@ -23,6 +23,7 @@ from octavo.serving.codec import Tensors
 from octavo.serving.intake import Intake
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.parent_watch import ParentWatch
+from octavo.serving.quiet_collector import QuietCollector
 from octavo.serving.sender import Sender
 from octavo.serving.shutdown_signal import ShutdownSignal
 from octavo.serving.triton_metrics import TritonMetrics
@@ -66,10 +67,11 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         folder = Path(args["model_repository"]) / args["model_version"]
-        self._shutdown_timeout_s = _shutdown_timeout_s(json.loads(args["model_config"]))
+        config = json.loads(args["model_config"])
+        self._shutdown_timeout_s = _shutdown_timeout_s(config)
+        self._outbox = Outbox(_coalesce_responses(config))
         self._engine = Engine(_engine_arguments(folder / "model.json"))
         self._loop = EngineLoop(self._engine)
-        self._outbox = Outbox()
         self._intake = Intake(self._engine, self._loop, self._outbox)
         family = getattr(pb_utils, "MetricFamily", None)
         self._metrics = TritonMetrics(
@@ -84,8 +86,16 @@ class TritonPythonModel:
         )
         self._shutdown_signal = ShutdownSignal(self._drain)
         self._parent_watch = ParentWatch()
+        self._collector = QuietCollector()
         self._draining = False
-        for part in (self._loop, self._sender, self._intake, self._shutdown_signal, self._parent_watch):
+        for part in (
+            self._loop,
+            self._sender,
+            self._intake,
+            self._shutdown_signal,
+            self._parent_watch,
+            self._collector,
+        ):
             part.start()
         log.info("%s: version %s is ready", args["model_instance_name"], args["model_version"])
 
@@ -124,6 +134,7 @@ class TritonPythonModel:
         self._metrics.close()
         self._engine.close()
         self._parent_watch.close()
+        self._collector.close()
         log.info("unloaded")
         log.removeHandler(self._log_handler)
 
@@ -137,7 +148,7 @@ class TritonPythonModel:
         self._loop.stop(self._shutdown_timeout_s)
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._engine.stats(), self.is_ready())
+        self._metrics.update(self._engine.stats(), self.is_ready(), self._sender.num_coalesced)
 
 
 class _Channel:
@@ -190,10 +201,29 @@ def _engine_arguments(path: Path) -> dict[str, Any]:
     return arguments
 
 
+def _parameter(config: Mapping[str, Any], name: str) -> str:
+    """Of config.pbtxt; empty when it is not there."""
+    return str(config.get("parameters", {}).get(name, {}).get("string_value", ""))
+
+
+def _coalesce_responses(config: Mapping[str, Any]) -> bool:
+    """From the parameter of that name. Raises `ConfigError`."""
+    value = _parameter(config, "coalesce_responses") or "true"
+    if value not in ("true", "false"):
+        raise ConfigError(
+            f"parameter 'coalesce_responses' is {value!r}; allowed: 'true' (what waits for a stream while "
+            "the sender is behind becomes one response) and 'false' (every delta is a response of its own)"
+        )
+    return value == "true"
+
+
 def _shutdown_timeout_s(config: Mapping[str, Any]) -> float:
     """From the parameter of that name in config.pbtxt, or the launcher. Raises `ConfigError`."""
-    entry = config.get("parameters", {}).get("shutdown_timeout_s", {})
-    value = entry.get("string_value") or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE) or SHUTDOWN_TIMEOUT_S
+    value = (
+        _parameter(config, "shutdown_timeout_s")
+        or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
+        or SHUTDOWN_TIMEOUT_S
+    )
     try:
         seconds = float(value)
         if 0 <= seconds < 86400:

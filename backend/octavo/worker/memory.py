@@ -8,7 +8,7 @@ _UNLIMITED = 2**60  # version 1 of control groups writes a number near 2**63 for
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes; `root` is where /proc and /sys are looked for."""
     available = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
-    for group in _control_groups(root):
+    for group in control_groups(root, "memory"):
         limit_file, usage_file = group / "memory.max", group / "memory.current"
         if not limit_file.exists():
             limit_file, usage_file = group / "memory.limit_in_bytes", group / "memory.usage_in_bytes"
@@ -36,7 +36,7 @@ def _fields(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for line in lines if len(words := line.split()) >= 2}
 
 
-def _control_groups(root: Path) -> list[Path]:
+def control_groups(root: Path, controller: str) -> list[Path]:
     """Folders of this process's group and of those around it, whose limits hold as well."""
     folders = []
     try:
@@ -45,8 +45,8 @@ def _control_groups(root: Path) -> list[Path]:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        if controllers == "" or controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / (controller if controllers else "")
             group = mount / path.lstrip("/")
             folders += [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
     return folders

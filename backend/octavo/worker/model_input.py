@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -24,12 +25,12 @@ class Step:
 
 def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> Step:
     """The plan must have been applied to the rows. `layouts`: the KV cache's, by KV group."""
-    slices = plan.slices
     device, block_size = layouts[0].device, layouts[0].block_size
-    count = len(slices)
-    owners = rows.of([piece.seq_id for piece in slices])  # [S]
-    starts = np.fromiter((piece.start for piece in slices), np.int64, count)
-    lengths = np.fromiter((piece.length for piece in slices), np.int64, count)
+    count = len(plan.slices)
+    slice_ids, first_tokens, num_tokens, _, _, samples = zip(*plan.slices, strict=True)
+    owners = rows.of(slice_ids)  # [S]
+    starts = np.array(first_tokens, np.int64)
+    lengths = np.array(num_tokens, np.int64)
     context_lens = starts + lengths
     query_start = np.zeros(count + 1, np.int64)
     np.cumsum(lengths, out=query_start[1:])
@@ -41,9 +42,9 @@ def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> S
     widest = -(-int(context_lens.max()) // block_size)
     block_tables = rows.block_tables[owners, :widest]
 
-    seq_ids = tuple(seq_id for piece in slices for seq_id in piece.samples)
-    per_slice = np.fromiter((len(piece.samples) for piece in slices), np.int64, count)
-    sampled = rows.of(seq_ids)
+    seq_ids = tuple(chain.from_iterable(samples))
+    per_slice = np.fromiter(map(len, samples), np.int64, count)
+    sampled = owners if seq_ids == slice_ids else rows.of(seq_ids)
     assert (rows.num_tokens[owners] == context_lens)[per_slice > 0].all(), "sampling before the last token"
 
     def tensor(array: NDArray[np.generic]) -> torch.Tensor:
