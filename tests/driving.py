@@ -48,6 +48,7 @@ class Driver:
             layer.k.fill_(torch.nan)
             layer.v.fill_(torch.nan)
         self._layouts = cache.layouts
+        self._model = model
         self._runner = ModelRunner(model, cache)
         self._rows = Rows()
         self._free = list(range(num_blocks))
@@ -109,7 +110,7 @@ class Driver:
             self._rows.apply(plan)
             self._runner.copy_blocks(plan.copies)
             step = build_step(self._rows, plan, self._layouts)
-            logits = self._runner.run(step.inputs)
+            logits = self._model.logits(self._runner.run(step.inputs))
         token_ids = logits.argmax(dim=-1).numpy().astype(np.int64)
         self._rows.append(step.row_to_sequence, token_ids)
         for seq_id, token_id in zip(step.seq_ids, token_ids.tolist(), strict=True):

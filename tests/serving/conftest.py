@@ -28,7 +28,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
 def glue(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module under test, with the engine that counts in place of the real one."""
     module = importlib.import_module("octavo.serving.tritonserver")
-    monkeypatch.setattr(module, "Engine", FakeEngine)
+    monkeypatch.setattr("octavo.engine.engine.Engine", FakeEngine)
     return module
 
 

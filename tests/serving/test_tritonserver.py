@@ -227,12 +227,10 @@ def test_a_client_that_cannot_be_sent_to_is_dropped(llm: LoadedModel, triton: Fa
 def test_a_request_that_the_server_has_lost_is_dropped_and_no_other(
     llm: LoadedModel, triton: FakeTriton
 ) -> None:
-    lost, kept = (
-        InferenceRequest(text_input="a", sampling_parameters=ENDLESS),
-        InferenceRequest(text_input="a"),
-    )
+    kept = InferenceRequest(text_input="a")
+    lost = llm.ask(text_input="a", stream=True, sampling_parameters=ENDLESS)
+    wait_until(lambda: lost.sender.responses)
     lost.sender.is_cancelled = lambda: 1 / 0  # type: ignore[method-assign]
-    llm.execute(lost)
     wait_until(lambda: llm.engine.finished == {"abort": 1})
     assert lost.sender.error().code == "INTERNAL"
     kept.sender.cancelled = True

@@ -122,14 +122,14 @@ def test_a_row_of_nan_ends_its_own_sequence(folder: Path, monkeypatch: pytest.Mo
     one, two = prompt(1, (0,)), prompt(2, (1,))
     from octavo.models.decoder import Decoder
 
-    right = Decoder.logits
+    right = Decoder.forward
 
-    def spoiled(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        logits = right(self, hidden)
-        logits[0] = torch.nan
-        return logits
+    def spoiled(*arguments: Any) -> torch.Tensor:
+        hidden = right(*arguments)
+        hidden[: one["slices"][0].length] = torch.nan
+        return hidden
 
-    monkeypatch.setattr(Decoder, "logits", spoiled)
+    monkeypatch.setattr(Decoder, "forward", spoiled)
     plan = StepPlan(step_id=1, new=one["new"] + two["new"], slices=one["slices"] + two["slices"])
     executor.submit(plan)
     bad, good = executor.collect().sequences

@@ -8,9 +8,29 @@ import torch
 from torch import Tensor
 
 from octavo.protocol import RowSampling
-from octavo.worker.sampler import SETTINGS, SampleBatch, sample, settings_of, uniforms
+from octavo.worker import sampler
+from octavo.worker.sampler import SETTINGS, SampleBatch, Samples, settings_of, uniforms
+from octavo_kernels import ops
 
 VOCAB = 50
+
+
+class Identity:
+    """A head that is given logits; it counts how often all of them were wanted."""
+
+    def __init__(self) -> None:
+        self.num_whole = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.num_whole += 1
+        return hidden
+
+    def best_tokens(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return ops.best_logits(hidden, count)
+
+
+def sample(logits: Tensor, batch: SampleBatch) -> Samples:
+    return sampler.sample(Identity(), logits, batch)
 
 
 def batch_of(
@@ -176,3 +196,34 @@ def test_more_logprobs_than_tokens() -> None:
 def test_nobody_samples() -> None:
     drawn = sample(torch.empty(0, VOCAB), batch_of([]))
     assert len(drawn.token_ids) == len(drawn.usable) == len(drawn.logprobs) == 0
+
+
+def test_all_logits_are_only_computed_where_a_row_needs_them() -> None:
+    greedy, top_k = sampling(0.0), RowSampling(1.0, 7, 0.9, 0.01, 0)
+    for samplings, whole in [
+        ([greedy], 0),
+        ([greedy, top_k], 0),
+        ([greedy, sampling(1.0)], 1),
+        ([greedy, sampling(0.0, num_logprobs=0)], 1),
+        ([RowSampling(1.0, 65, 1.0, 0.0, 0)], 1),
+    ]:
+        head = Identity()
+        sampler.sample(head, logits_for(len(samplings)), batch_of(samplings))
+        assert head.num_whole == whole, samplings
+    head = Identity()
+    sampler.sample(head, logits_for(1), batch_of([greedy], forbidden={0: (3,)}))
+    assert head.num_whole == 1
+
+
+def test_a_draw_among_the_best_is_the_same_from_all_logits() -> None:
+    """Whether they are computed depends on the other rows of the batch. Equal logits must not tell either."""
+    count = 500
+    logits = (logits_for(count, seed=3) * 2).round() / 2
+    samplings = [
+        RowSampling(0.5 + i % 4, 1 + i % 9, 1.0 - 0.1 * (i % 3), 0.05 * (i % 2), i) for i in range(count)
+    ]
+    few = sample(logits, batch_of(samplings))
+    forced = [*samplings[:-1], RowSampling(1.0, 0, 1.0, 0.0, 0)]
+    everything = sample(logits, batch_of(forced))
+    assert few.usable.all()
+    assert (few.token_ids[:-1] == everything.token_ids[:-1]).all()

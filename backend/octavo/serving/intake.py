@@ -10,14 +10,17 @@ import queue
 import threading
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
-from octavo.engine.engine import Engine
 from octavo.engine.loop import EngineLoop
 from octavo.errors import Cancelled, NotFound, OctavoError, Unavailable
 from octavo.request import SamplingParams, TextDelta
 from octavo.serving import codec
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.reply import Reply
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
 
 log = logging.getLogger("octavo")
 
@@ -29,7 +32,7 @@ _Lane = queue.SimpleQueue[OpenRequest | None]
 class Intake:
     """`start` once, then `put` from any thread; `close` refuses what comes later or still waits."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, outbox: Outbox) -> None:
+    def __init__(self, engine: "Engine", loop: EngineLoop, outbox: Outbox) -> None:
         self._engine = engine
         self._loop = loop
         self._outbox = outbox

@@ -15,7 +15,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from octavo.engine.engine import Engine
 from octavo.engine.loop import EngineLoop
 from octavo.errors import ConfigError, InvalidArgument, OctavoError
 from octavo.serving import codec, strict_json
@@ -70,6 +69,9 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self._shutdown_timeout_s = _shutdown_timeout_s(config)
         self._outbox = Outbox(_coalesce_responses(config))
+        # Imported late: `auto_complete_config` runs in a process of its own, which need not wait for torch.
+        from octavo.engine.engine import Engine
+
         self._engine = Engine(_engine_arguments(folder / "model.json"))
         self._loop = EngineLoop(self._engine)
         self._intake = Intake(self._engine, self._loop, self._outbox)

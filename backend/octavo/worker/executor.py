@@ -19,7 +19,7 @@ from octavo.worker.memory import readable
 from octavo.worker.model_input import Step, build_step
 from octavo.worker.model_runner import ModelRunner, run_largest_step
 from octavo.worker.rows import Rows
-from octavo.worker.sampler import Samples, sample
+from octavo.worker.sampler import Samples
 
 log = logging.getLogger("octavo")
 
@@ -96,9 +96,9 @@ class LocalExecutor:
         self._rows.apply(plan)
         self._runner.copy_blocks(plan.copies)
         step = build_step(self._rows, plan, self._layouts)
-        logits = self._runner.run(step.inputs)
+        hidden = self._runner.run(step.inputs)
         forward_end = time.perf_counter()
-        samples = sample(logits, self._rows.sample_batch(step.row_to_sequence))
+        samples = self._runner.sample(hidden, self._rows.sample_batch(step.row_to_sequence))
         usable = samples.usable
         self._rows.append(step.row_to_sequence[usable], samples.token_ids[usable])
         results = results_of(step, samples)

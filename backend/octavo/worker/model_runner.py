@@ -1,4 +1,4 @@
-"""Runs a model over its KV cache: block copies, forward, logits where they are wanted."""
+"""Runs a model over its KV cache: block copies, forward, and the next tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from octavo.protocol import BlockCopy, NewSequence, RowSampling, Slice, StepPlan
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_input import build_step
 from octavo.worker.rows import Rows
-from octavo.worker.sampler import sample
+from octavo.worker.sampler import SampleBatch, Samples, sample
 
 
 class ModelRunner:
@@ -25,9 +25,12 @@ class ModelRunner:
             self._cache.copy([c.source for c in copies], [c.destination for c in copies])
 
     def run(self, inputs: ModelInput) -> Tensor:
-        """Writes the batch's K and V; returns the logits [R, V] of `inputs.sample_rows`."""
-        hidden = self._model.forward(inputs, self._cache.layers)
-        return self._model.logits(hidden.index_select(0, inputs.sample_rows))
+        """Writes the batch's K and V; returns the hidden states [R, H] of `inputs.sample_rows`."""
+        return self._model.forward(inputs, self._cache.layers).index_select(0, inputs.sample_rows)
+
+    def sample(self, hidden: Tensor, batch: SampleBatch) -> Samples:
+        """The tokens that follow `hidden` [R, H]."""
+        return sample(self._model, hidden, batch)
 
 
 def run_largest_step(model: Decoder, make_cache: Callable[[int], KVCache], config: EngineConfig) -> None:
@@ -47,4 +50,5 @@ def run_largest_step(model: Decoder, make_cache: Callable[[int], KVCache], confi
     rows = Rows()
     rows.apply(plan)
     step = build_step(rows, plan, cache.layouts)
-    sample(ModelRunner(model, cache).run(step.inputs), rows.sample_batch(step.row_to_sequence))
+    runner = ModelRunner(model, cache)
+    runner.sample(runner.run(step.inputs), rows.sample_batch(step.row_to_sequence))

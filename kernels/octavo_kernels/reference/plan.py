@@ -6,6 +6,7 @@ Sequences with several new tokens are cut into spans of queries, which are compu
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,15 +85,15 @@ class BatchPlan:
     and what the reference makes of them when it is first asked for."""
 
     layout: KVLayout
-    block_tables: Ints
-    context_lens: Ints
-    query_start: Ints
-    slot_mapping: Ints
+    block_tables: NDArray[np.integer[Any]]
+    context_lens: NDArray[np.integer[Any]]
+    query_start: NDArray[np.integer[Any]]
+    slot_mapping: NDArray[np.integer[Any]]
 
     @cached_property
     def slot_rows(self) -> Tensor:
         """[T * Hkv] where `kv_store` writes, as rows of the cache seen as [N * Hkv * B, D]."""
-        return slot_rows(self.layout, self.slot_mapping)
+        return slot_rows(self.layout, np.asarray(self.slot_mapping, np.int64))
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -104,7 +105,8 @@ class BatchPlan:
 
     @cached_property
     def _parts(self) -> tuple[tuple[Bucket, ...], tuple[Span, ...]]:
-        return _parts(self.layout, self.block_tables, self.context_lens, self.query_start)
+        wide = (np.asarray(a, np.int64) for a in (self.block_tables, self.context_lens, self.query_start))
+        return _parts(self.layout, *wide)
 
 
 def _parts(
