@@ -67,8 +67,7 @@ def plan_batch(
 
     Takes the same integers as those two, but on the host; what the plan holds lies on the layout's device.
     """
-    wide = (np.asarray(a, np.int64) for a in (block_tables, context_lens, query_start, slot_mapping))
-    return BatchPlan(layout, *wide)
+    return BatchPlan(layout, block_tables, context_lens, query_start, slot_mapping)
 
 
 def kv_store(
@@ -296,7 +295,11 @@ def sample(
     off; `top_p` [R] float32, 1 is off; `min_p` [R] float32, 0 is off; `uniforms` [R] float64 in [0, 1), the
     row's only randomness. Returns ids [R] int64. A row's result does not depend on the other rows.
     """
-    return reference.sampling.sample(logits, temperature, top_k, top_p, min_p, uniforms)
+    columns = temperature, top_k, top_p, min_p, uniforms
+    lib = native(logits)
+    if lib is not None and cpu_sampling.takes_sample(logits, *columns):
+        return cpu_sampling.sample(lib, logits, *columns)
+    return reference.sampling.sample(logits, *columns)
 
 
 def token_logprobs(
@@ -308,4 +311,7 @@ def token_logprobs(
     [R, num_best] int64, log-probabilities and ranks of the best in falling order. The rank is one more than
     the number of tokens that are more probable, so that equals share one.
     """
+    lib = native(logits)
+    if lib is not None and cpu_sampling.takes_token_logprobs(logits, token_ids, num_best):
+        return cpu_sampling.token_logprobs(lib, logits, token_ids, num_best)
     return reference.sampling.token_logprobs(logits, token_ids, num_best)

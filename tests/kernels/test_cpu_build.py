@@ -189,3 +189,12 @@ def test_two_processes_that_compile_at_once(built: Path, tmp_path: Path) -> None
     assert [process.wait() for process in running] == [0, 0]
     (made,) = (tmp_path / "cache/kernels").iterdir()  # nothing half made is left
     assert made.read_bytes() == ready.read_bytes()
+
+
+@pytest.mark.parametrize("name", build.FLAGS)
+def test_every_instruction_set_compiles_without_a_warning(name: str) -> None:
+    flags = [*build.COMMON_FLAGS, *build.FLAGS[name], "-Werror", "-fsyntax-only"]
+    ran = subprocess.run(
+        ["cc", *flags, *map(str, build.SOURCES.glob("*.c"))], capture_output=True, encoding="utf-8"
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-_COMMON = (
+COMMON_FLAGS = (
     "-std=gnu11 -O3 -fPIC -shared -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
     "-Wall -Wextra -Wno-psabi -pthread"
 ).split()
@@ -64,7 +64,7 @@ def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()
     Compiled beside its place and renamed into it, so that processes that start at once do not collide.
     """
     folder = cache_folder() if folder is None else folder
-    arguments = [*_COMMON, *FLAGS[name], *extra_flags]
+    arguments = [*COMMON_FLAGS, *FLAGS[name], *extra_flags]
     sources = sorted(SOURCES.glob("*.c"))
     made_from = [" ".join(arguments).encode()]
     made_from += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]

@@ -29,6 +29,8 @@ _SIGNATURES = {
     "octavo_rope_store": (None, [_P] * 6 + [_I] * 7),
     "octavo_paged_attention": (_I, [_P] * 7 + [_I] * 9 + [_F] * 2 + [_I] * 2),
     "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
+    "octavo_sample": (_I, [_P] * 7 + [_I] * 5),
+    "octavo_token_logprobs": (_I, [_P] * 7 + [_I] * 6),
     "octavo_pack_linear": (None, [_P] * 2 + [_I] * 3),
     "octavo_linear": (None, [_P] * 4 + [_I] * 5),
     "octavo_linear_best": (_I, [_P] * 4 + [_I] * 6),

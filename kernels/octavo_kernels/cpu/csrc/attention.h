@@ -15,7 +15,7 @@ typedef struct {
 
 // Running state of the rows' softmaxes. Powers are of two: `best` is the highest score times log2 e.
 typedef struct {
-    float out[MAX_ROWS * MAX_HEAD], best[MAX_ROWS], total[MAX_ROWS * LANES];  // the sum of 16
+    float out[MAX_ROWS * MAX_HEAD], best[MAX_ROWS], total[MAX_ROWS * LANES];  // a sum of lanes
 } Rows;
 
 // Memory for one task's queries and one tile, in the form that the products of the type take.
@@ -71,7 +71,7 @@ INLINE void softmax_row(const Attention *a, const Work *w, Rows *rows, int64_t r
     const int64_t first = a->window ? position - a->window + 1 - key : 0;  // the visible, counted in the tile
     const int64_t end = min_i64(count, position + 1 - key);
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const VecInt lane = lane_numbers();
     if (end <= 0 || first >= count) {
         memset(shares, 0, (size_t)(whole * size_of(type)));
         return;

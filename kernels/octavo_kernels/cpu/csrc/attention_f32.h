@@ -2,8 +2,8 @@
 #pragma once
 #include "attention.h"
 
-// Products of one query with 16 keys. `keys` must hold 16 pointers; more than `count` may repeat one.
-INLINE Vec score_16(const float *q, const float *const *keys, int64_t head_size) {
+// Products of one query with as many keys as a vector has lanes; of `keys`, some may be the same.
+INLINE Vec score_lanes(const float *q, const float *const *keys, int64_t head_size) {
     Vec sums[LANES];
     for (int half = 0; half < LANES; half += 8) {  // 8 pointers and 8 sums stay in registers
         Vec *s = sums + half;
@@ -19,7 +19,7 @@ INLINE Vec score_16(const float *q, const float *const *keys, int64_t head_size)
     return sum_each(sums);
 }
 
-// out[row][0 .. 16 chunks) += sum over keys of share[row][key] x value[key], for a few rows at once so that a
+// out[row][0 .. LANES x chunks) += sum over keys of share[row][key] x value[key], for a few rows at once so that a
 // value is loaded once for all of them.
 INLINE void add_values(float *out, int64_t out_stride, const float *shares, const float *const *values,
                        int64_t offset, int64_t count, int rows, int chunks) {
@@ -94,7 +94,7 @@ static void score_f32(const Attention *a, const Work *w, Rows *rows, Scratch *s,
     for (int64_t row = 0; row < w->rows; row++) {
         float *scores = s->scores + row * TILE;
         for (int64_t j = 0; j < count; j += LANES)
-            store_f32(scores + j, score_16(s->floats.q + row * a->head_size, s->floats.rows + j, a->head_size));
+            store_f32(scores + j, score_lanes(s->floats.q + row * a->head_size, s->floats.rows + j, a->head_size));
         softmax_row(a, w, rows, row, key, count, scores, scores, F32);
     }
 }

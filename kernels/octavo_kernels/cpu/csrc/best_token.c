@@ -11,7 +11,7 @@ typedef struct {
 
 INLINE void best_of_row(const Best *b, int64_t row, int type) {
     const void *logits = at(b->logits, row * b->size, type);
-    VecInt index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, best_index = index, nan = {0};
+    VecInt index = lane_numbers(), best_index = index, nan = {0};
     Vec best = splat(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= b->size; i += LANES) {

@@ -5,6 +5,8 @@
 
 #include "linear_amx.h"
 
+#ifdef __AVX512BF16__
+
 #define BEST_PANELS 16  // multiplied at once: with all rows of a tile, the buffer fits on a stack
 #define PARTS_PER_THREAD 8
 
@@ -149,3 +151,5 @@ static int64_t best_of_linear(const Linear *l, int type, int64_t count, float *v
     free(b.values);
     return 0;
 }
+
+#endif

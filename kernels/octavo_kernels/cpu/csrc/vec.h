@@ -1,7 +1,8 @@
-// Vectors of 16 floats, and how numbers of either type get into and out of them.
+// Vectors of floats, one register each, and how numbers of either type get into and out of them.
 //
-// Written with the compiler's vector extension: with AVX-512 a vector is one register, with AVX2 two. Pointers
-// need no alignment; every access goes through memcpy, which compiles to one unaligned move.
+// Written with the compiler's vector extension: 16 lanes with AVX-512, 8 with AVX2, since what is wider than a
+// register GCC keeps in memory and compares lane by lane, which takes seven times as long. Pointers need no
+// alignment; every access goes through memcpy, which compiles to one unaligned move.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -12,12 +13,16 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8
+#endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecInt __attribute__((vector_size(64)));
-typedef uint32_t VecBits __attribute__((vector_size(64)));
-typedef uint16_t VecHalf __attribute__((vector_size(32)));
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
+typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
 
 // Element types, as Python passes them. Functions take the type as an argument that is constant once they are
 // inlined, so each type gets its own code.
@@ -33,6 +38,16 @@ INLINE void *at_mut(void *base, int64_t index, int type) { return (char *)base +
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE Vec splat(float x) { return x - (Vec){0}; }
+
+// 0, 1, 2 ...
+INLINE VecInt lane_numbers(void) {
+    int32_t numbers[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        numbers[lane] = lane;
+    VecInt v;
+    memcpy(&v, numbers, sizeof v);
+    return v;
+}
 
 INLINE Vec load_f32(const float *p) {
     Vec v;
@@ -88,7 +103,7 @@ INLINE void load_all(float *to, const void *from, int64_t count, int64_t type) {
         memcpy(to, from, (size_t)count * sizeof *to);
 }
 
-// The first `count` numbers, and zeros after them; for the end of a row. `count` is below 16.
+// The first `count` numbers, and zeros after them; for the end of a row. `count` is below LANES.
 INLINE Vec load_part(const void *base, int64_t index, int64_t count, int type) {
     char buffer[64] = {0};
     memcpy(buffer, at(base, index, type), (size_t)(count * size_of(type)));
@@ -132,7 +147,7 @@ INLINE float max_lanes(Vec v) {
 #endif
 }
 
-// The sums of 16 vectors' lanes, as one vector: with shuffles that do four sums at once.
+// The sums of LANES vectors' lanes, as one vector: with shuffles that do four sums at once.
 INLINE Vec sum_each(const Vec v[LANES]) {
 #ifdef __AVX512F__
     __m512 pairs[8], fours[4], halves[2];
