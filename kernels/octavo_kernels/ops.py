@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, dtype
 
 from octavo_kernels import reference
 from octavo_kernels.cpu import activation as cpu_activation
+from octavo_kernels.cpu import library as cpu_library
 from octavo_kernels.cpu import linear as cpu_linear
 from octavo_kernels.cpu import linear_int8 as cpu_linear_int8
 from octavo_kernels.cpu import paged_attention as cpu_paged_attention
@@ -40,6 +42,7 @@ __all__ = [
     "linear",
     "linear_best",
     "linear_int8",
+    "num_threads",
     "pack_linear",
     "paged_attention",
     "plan_batch",
@@ -48,11 +51,28 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample",
+    "set_num_threads",
     "silu_and_mul",
     "token_logprobs",
 ]
 
 HostInts = NDArray[np.integer[Any]]
+
+
+def num_threads() -> int:
+    """CPU threads of the native kernels: as many as torch has, until `set_num_threads`."""
+    return cpu_library.num_threads()
+
+
+def set_num_threads(count: int, dtype: dtype) -> None:
+    """CPU threads of the native kernels, and of torch where they leave it some of a
+    forward's work in `dtype`; in the whole process.
+
+    Elsewhere torch gets one: its threads go on spinning for milliseconds after a few numbers' cosine, on the
+    cores that the next kernel wants (a step of 32 sequences took 40 ms instead of 32).
+    """
+    cpu_library.set_num_threads(count)
+    torch.set_num_threads(1 if cpu_linear.serves(dtype) else count)
 
 
 def plan_batch(

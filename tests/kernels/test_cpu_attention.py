@@ -7,6 +7,7 @@ import torch
 
 from numerics import assert_close
 from octavo_kernels import ops
+from octavo_kernels.cpu import library
 from octavo_kernels.reference.paged_attention import paged_attention as reference_attention
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -15,10 +16,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    library.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    library.set_num_threads(None)
 
 
 def compare(

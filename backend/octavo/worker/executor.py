@@ -20,6 +20,7 @@ from octavo.worker.model_input import Step, build_step
 from octavo.worker.model_runner import ModelRunner, run_largest_step
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Samples
+from octavo_kernels import ops
 
 log = logging.getLogger("octavo")
 
@@ -38,17 +39,19 @@ class LocalExecutor:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig) -> None:
-        """`config` is complete (`for_model`). Sets torch's thread count, which is the process's and which the
-        native kernels go by too.
+        """`config` is complete (`for_model`). Sets how many threads the native kernels and torch use, in the
+        whole process.
 
         Raises `ConfigError` (no such device, or a cache too small for one sequence) and `WeightsError`.
         """
-        torch.set_num_threads(_num_threads(config.num_threads))
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
+        num_threads = _num_threads(config.num_threads)
+        torch.set_num_threads(num_threads)  # for loading
         model = build_model(model_config, dtype, device, scheme=_SCHEMES.get(config.quantization))
         load_weights(model.weight_map(), checkpoint)
         model.finish_loading()
+        ops.set_num_threads(num_threads, dtype)
 
         def cache_of(num_blocks: int) -> KVCache:
             return KVCache(model_config, num_blocks, config.block_size, dtype, device)
@@ -110,7 +113,7 @@ def _num_threads(wanted: int | None) -> int:
     for themselves: kernels hand their work out in small pieces, so a core that is taken away does fewer."""
     usable = usable_cores()
     if wanted is None:
-        return min(torch.get_num_threads(), usable)
+        return min(ops.num_threads(), usable)
     if wanted > usable:
         log.warning(
             "'num_threads' is %d, but this process may use %d cores: the forward will be slower than with %d",

@@ -2,10 +2,9 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 
 def takes(gate_up: Tensor) -> bool:
@@ -16,6 +15,6 @@ def silu_and_mul(lib: ctypes.CDLL, gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
     out = gate_up.new_empty((rows, width // 2))
     lib.octavo_silu_and_mul(
-        gate_up.data_ptr(), out.data_ptr(), rows, width // 2, TYPES[gate_up.dtype], torch.get_num_threads()
+        gate_up.data_ptr(), out.data_ptr(), rows, width // 2, TYPES[gate_up.dtype], num_threads()
     )
     return out

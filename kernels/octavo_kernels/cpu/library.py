@@ -39,6 +39,21 @@ _SIGNATURES = {
 }
 
 
+class _Threads:
+    """How many threads a kernel runs on: as many as torch, unless it was said otherwise."""
+
+    count: int | None = None
+
+
+def num_threads() -> int:
+    return _Threads.count or torch.get_num_threads()
+
+
+def set_num_threads(count: int | None) -> None:
+    """Of the whole process, as torch's is. None: torch's."""
+    _Threads.count = count
+
+
 def native(x: Tensor) -> ctypes.CDLL | None:
     """The library, if `x` is a tensor that it computes with."""
     return library() if x.is_cpu and x.dtype in TYPES else None

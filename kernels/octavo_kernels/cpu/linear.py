@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo_kernels import host_memory
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, library, num_threads
 
 _PANEL = 32  # as linear.c has it
 
@@ -20,6 +20,12 @@ class PackedLinear:
     packed: Tensor
     out_features: int
     in_features: int
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether products of this type run here, not in torch."""
+    lib = library()
+    return dtype in TYPES and lib is not None and hasattr(lib, "octavo_linear")
 
 
 def takes(lib: ctypes.CDLL, weight: Tensor) -> bool:
@@ -50,7 +56,7 @@ def multiply(x: Tensor, weight: PackedLinear, bias: Tensor | None) -> Tensor:
         weight.out_features,
         weight.in_features,
         TYPES[x.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     return out
 
@@ -73,7 +79,7 @@ def best(x: Tensor, weight: PackedLinear, count: int) -> tuple[Tensor, Tensor]:
         weight.out_features,
         weight.in_features,
         TYPES[x.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError("no memory for the best outputs of each part of a product")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo_kernels import host_memory
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 _PANEL = 32  # as linear.h has it
 
@@ -45,7 +45,7 @@ def linear(
         out_features,
         in_features,
         TYPES[x.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError(f"no memory for {rows} x {in_features} int8 activations")
@@ -72,7 +72,7 @@ def best(
         out_features,
         in_features,
         TYPES[x.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError(f"no memory for {rows} x {in_features} int8 activations, or for the best outputs")

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 # As attention.h has them.
 _MAX_HEAD_SIZE = 256
@@ -68,7 +68,7 @@ def paged_attention(
         scale,
         soft_cap or 0.0,
         TYPES[q.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError("no memory for attention's list of tasks")

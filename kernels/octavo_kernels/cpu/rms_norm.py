@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 
 def rms_norm(lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,5 +48,5 @@ def _call(
         size,
         eps,
         TYPES[x.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )

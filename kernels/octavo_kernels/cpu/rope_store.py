@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 
 def takes(
@@ -42,6 +42,6 @@ def rope_and_store(
         qkv.shape[2],
         k_cache.shape[2],
         TYPES[qkv.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     return qkv[:, :num_heads]

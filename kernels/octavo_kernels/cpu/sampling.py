@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES
+from octavo_kernels.cpu.library import TYPES, num_threads
 
 
 def takes(logits: Tensor) -> bool:
@@ -23,7 +23,7 @@ def best_token(lib: ctypes.CDLL, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows,
         vocab_size,
         TYPES[logits.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     return token_ids, best
 
@@ -65,7 +65,7 @@ def sample(
         logits.stride(0),
         vocab_size,
         TYPES[logits.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError(f"no memory to order {vocab_size} logits")
@@ -103,7 +103,7 @@ def token_logprobs(
         logits.stride(0),
         vocab_size,
         TYPES[logits.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )
     if failed:
         raise MemoryError(f"no memory to order {vocab_size} logits")
