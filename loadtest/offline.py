@@ -69,6 +69,8 @@ def transformers_runner(args: argparse.Namespace, prompts: list[list[int]]) -> C
     ids = torch.tensor(prompts)
 
     def run() -> list[list[int]]:
+        left_to_torch = torch.get_num_threads()  # by our engine
+        torch.set_num_threads(ops.num_threads())
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -77,6 +79,7 @@ def transformers_runner(args: argparse.Namespace, prompts: list[list[int]]) -> C
                 max_new_tokens=args.output,
                 pad_token_id=0,
             )
+        torch.set_num_threads(left_to_torch)
         tokens: list[list[int]] = out[:, args.input :].tolist()
         return tokens
 
@@ -102,10 +105,8 @@ def main() -> None:
     vocab_size = open_checkpoint(args.model).config()["vocab_size"]
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(args.input)] for _ in range(args.batch)]
-    threads = torch.get_num_threads()
     runners = {"octavo": octavo_runner(args, prompts)}
     if not args.alone:
-        torch.set_num_threads(threads)  # of which our engine leaves torch one
         runners["transformers"] = transformers_runner(args, prompts)
 
     rates: dict[str, list[float]] = {name: [] for name in runners}

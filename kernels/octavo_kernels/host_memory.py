@@ -12,7 +12,8 @@ import threading
 import torch
 from torch import Tensor
 
-_LEAST_BYTES = 8 * 2**20  # a few huge pages; below that there is nothing to gain
+_OWN_BYTES = 2**18  # with as many, a tensor has a mapping of its own, which goes back to the system with it
+_HUGE_BYTES = 8 * 2**20  # a few huge pages
 _CHUNK_BYTES = 64 * 2**20  # that lasting tensors share
 _ALIGNMENT = 4096
 
@@ -24,7 +25,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     enough.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LEAST_BYTES:
+    if device.type != "cpu" or num_bytes < _OWN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(_map(num_bytes), dtype=dtype).view(shape)  # which keeps the mapping alive
 
@@ -33,7 +34,7 @@ def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     """The same for what stays as long as its model, such as packed weights: those too small for huge pages of
     their own share some, which are given back when the last of them is gone."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not 0 < num_bytes < _LEAST_BYTES:
+    if device.type != "cpu" or not 0 < num_bytes < _HUGE_BYTES:
         return empty(shape, dtype, device)
     memory, offset = _chunk.take(num_bytes)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
