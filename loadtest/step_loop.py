@@ -105,6 +105,8 @@ class StepLoop:
         with self._timed("schedule"):
             plan = self._scheduler.schedule()
         assert plan is not None
+        for new in plan.new:
+            self._deliveries[new.seq_id].timeline.enter_batch(0)
         result = self._execute(plan)
         with self._timed("update"):
             outputs = self._scheduler.update(plan, result)

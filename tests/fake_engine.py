@@ -2,14 +2,16 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.engine.metrics import EngineStats
-from octavo.errors import Cancelled, InvalidArgument, OctavoError
-from octavo.request import Request, SamplingParams, Sink, TextDelta
+from octavo.config import resolve
+from octavo.engine.metrics import EngineStats, StepLog
+from octavo.errors import Cancelled, DeadlineExceeded, InvalidArgument, OctavoError
+from octavo.request import Request, RequestStats, SamplingParams, Sink, TextDelta
 
 TIMEOUT_S = 5.0
+STATS = RequestStats(0.5, 0.25, 1.5, 4, 2)  # of every request
 
 
 class FakeTokenizer:
@@ -40,11 +42,14 @@ class FakeEngine:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
+        self.config = resolve({"model": "m", **arguments})
         self.tokenizer = FakeTokenizer()
         self.open: dict[str, tuple[Request, Sink, int]] = {}
+        self._on_start: dict[str, Callable[[], None]] = {}
         self.seen: list[Request] = []
         self.finished: dict[str, int] = {}
         self.num_tokens = 0
+        self.steps = StepLog()
         self.running = threading.Event()
         self.running.set()
         self.broken: Exception | None = None
@@ -54,25 +59,28 @@ class FakeEngine:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def make_request(
-        self, id: str, prompt: str | Sequence[int], params: SamplingParams, **settings: Any
+        self, id: str, prompt: str | Sequence[int], params: SamplingParams | None = None, **settings: Any
     ) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidArgument("the prompt is empty")
-        return Request(id, tuple(ids), params, **settings)
+        return Request(id, tuple(ids), params or SamplingParams(), **settings)
 
     @property
     def has_work(self) -> bool:
         return bool(self.open)
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink, on_start: Callable[[], None] | None = None) -> None:
         self.seen.append(request)
+        if on_start:
+            self._on_start[request.id] = on_start
         self.open[request.id] = (request, sink, 0)
 
     def abort(self, request_id: str, error: OctavoError | None = None) -> bool:
         entry = self.open.pop(request_id, None)
         if entry:
-            self._count("error" if error else "abort")
+            gave_up = error is None or isinstance(error, (Cancelled, DeadlineExceeded))
+            self._count("abort" if gave_up else "error")
             entry[1](TextDelta(request_id, error=error or Cancelled("cancelled"), request_finished=True))
         return entry is not None
 
@@ -87,20 +95,43 @@ class FakeEngine:
             return False
         if self.broken:
             raise self.broken
-        for request, sink, position in list(self.open.values()):
-            self._advance(request, sink, position)
+        if self.open:
+            self.steps.begin(len(self.open), len(self.open))
+            for request, sink, position in list(self.open.values()):
+                self._advance(request, sink, position)
+            self.steps.end()
         time.sleep(0.001)
         return True
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            len(self.open), 0, 10, len(self.open), 0, 7, 0, self.num_tokens, 3, 20, 5, self.finished
+            num_running=len(self.open),
+            num_waiting=0,
+            num_blocks=10,
+            num_used_blocks=len(self.open),
+            num_cached_blocks=0,
+            block_size=16,
+            prompt_tokens_total=7,
+            cached_prompt_tokens_total=0,
+            generation_tokens_total=self.num_tokens,
+            preemptions_total=3,
+            prefix_queries_total=20,
+            prefix_hits_total=5,
+            steps_total=self.steps.num_steps,
+            step_s_total=self.steps.duration_s,
+            requests_finished=self.finished,
         )
 
     def close(self) -> None:
         self.closed = True
 
     def _advance(self, request: Request, sink: Sink, position: int) -> None:
+        if start := self._on_start.pop(request.id, None):
+            start()
+        if request.embed:
+            del self.open[request.id]
+            sink(TextDelta(request.id, embedding=(0.6, -0.8), stats=STATS, request_finished=True))
+            return
         token = ord("a") + position % 26
         last = position + 1 == request.params.max_tokens
         self.open[request.id] = (request, sink, position + 1)
@@ -117,6 +148,7 @@ class FakeEngine:
                     (token,),
                     finish_reason="length" if last else None,
                     num_prompt_tokens=len(request.prompt_token_ids),
+                    stats=STATS if last and index + 1 == request.params.n else None,
                     request_finished=last and index + 1 == request.params.n,
                 )
             )

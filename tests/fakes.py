@@ -106,6 +106,7 @@ class InferenceRequest:
         self._id = id
         self._parameters = json.dumps(parameters) if parameters else ""
         self._inputs = [Tensor(name, as_array(value)) for name, value in inputs.items()]
+        self.timeout_us = 0
         self.sender = ResponseSender()
 
     def request_id(self) -> str:
@@ -113,6 +114,9 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         return self._parameters
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -155,6 +159,7 @@ class FakeTriton:
     def __init__(self) -> None:
         self.log_lines: list[tuple[str, str]] = []
         self.metrics: dict[tuple[str, frozenset[tuple[str, str]]], Metric] = {}
+        self.unloaded: list[str] = []
         self.module = ModuleType("triton_python_backend_utils")
         self.module.__dict__.update(
             Tensor=Tensor,
@@ -169,6 +174,7 @@ class FakeTriton:
                 }
             ),
             MetricFamily=self._metric_family(),
+            unload_model=self.unloaded.append,
         )
 
     def metric(self, name: str, **labels: str) -> Metric:

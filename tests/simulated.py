@@ -6,11 +6,13 @@ copied, evicted or freed wrongly shows at once. The next token is a function of 
 run must give the tokens that `expected_tokens` gives, however it was scheduled.
 """
 
+import math
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from random import Random
 
 from octavo.errors import StepFailed
-from octavo.protocol import SequenceResult, StepPlan, StepResult
+from octavo.protocol import SequenceResult, StepPlan, StepResult, TokenLogprobs
 from octavo.request import SamplingParams
 
 VOCAB = 50
@@ -28,10 +30,19 @@ def next_token(prefix: bytes, seed: int) -> int:
     return blake2b(prefix + seed.to_bytes(8, "little"), digest_size=4).digest()[0] % VOCAB
 
 
+def next_logprobs(prefix: bytes) -> list[float]:
+    """Of all tokens: what a row that asks for log-probabilities is told, which samples the best of them."""
+    source = Random(prefix)
+    logits = [source.uniform(0, 4) for _ in range(VOCAB)]
+    total = math.log(sum(map(math.exp, logits)))
+    return [logit - total for logit in logits]
+
+
 @dataclass
 class Row:
     token_ids: list[int]
     seed: int
+    num_logprobs: int | None = None
     block_table: list[int] = field(default_factory=list)
 
 
@@ -53,7 +64,13 @@ class SimulatedExecutor:
             self.rows.pop(seq_id, None)
         for new in plan.new:
             assert new.seq_id not in self.rows
-            self.rows[new.seq_id] = Row(list(new.token_ids), new.sampling.seed)
+            sampling = new.sampling
+            self.rows[new.seq_id] = Row(list(new.token_ids), sampling.seed, sampling.num_logprobs)
+        for choice in plan.choices:
+            row, parent = self.rows[choice.seq_id], self.rows[choice.parent_id]
+            row.token_ids, row.block_table = parent.token_ids.copy(), parent.block_table.copy()
+        for choice in plan.choices:
+            self.rows[choice.seq_id].token_ids[-1] = choice.token_id
         for piece in plan.slices:
             if piece.block_ids:
                 self.rows[piece.seq_id].block_table[piece.first_block :] = piece.block_ids
@@ -65,8 +82,9 @@ class SimulatedExecutor:
         for fork in plan.forks:
             assert fork.child_id not in self.rows
             parent = self.rows[fork.parent_id]
+            sampling = fork.sampling
             self.rows[fork.child_id] = Row(
-                parent.token_ids.copy(), fork.sampling.seed, parent.block_table.copy()
+                parent.token_ids.copy(), sampling.seed, sampling.num_logprobs, parent.block_table.copy()
             )
         if self.fail_next:
             self.fail_next = False
@@ -82,9 +100,7 @@ class SimulatedExecutor:
                 if seq_id in self.nan_rows:
                     results.append(SequenceResult(seq_id, error="NaN"))
                     continue
-                token = next_token(prefix_digests(row.token_ids)[-1], row.seed)
-                row.token_ids.append(token)
-                results.append(SequenceResult(seq_id, (token,)))
+                results.append(self._sample(seq_id, row))
         self._result = StepResult(plan.step_id, tuple(results))
 
     def collect(self) -> StepResult:
@@ -94,6 +110,20 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         pass
+
+    def _sample(self, seq_id: int, row: Row) -> SequenceResult:
+        prefix = prefix_digests(row.token_ids)[-1]
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if row.num_logprobs is None:
+            token = next_token(prefix, row.seed)
+        else:
+            values = next_logprobs(prefix)
+            best = sorted(range(VOCAB), key=lambda t: -values[t])[: max(row.num_logprobs, 1)]
+            token = best[0]
+            ranks = tuple(range(1, len(best) + 1))
+            logprobs = (TokenLogprobs(tuple(best), tuple(values[t] for t in best), ranks),)
+        row.token_ids.append(token)
+        return SequenceResult(seq_id, (token,), logprobs)
 
     def _compute(self, seq_id: int, start: int, length: int) -> None:
         row = self.rows[seq_id]
@@ -109,6 +139,32 @@ class SimulatedExecutor:
         for position in range(start, start + length):
             self._slots[slots[position]] = None if seq_id in self.nan_rows else digests[position]
         self.computed_tokens += length
+
+
+def expected_beams(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[list[int]]:
+    """What a beam search finds, by its definition: over whole token lists and the whole vocabulary."""
+    width, penalty = params.num_sequences, params.length_penalty
+    limit = min(params.max_tokens, max_model_len - len(prompt))
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    done: list[tuple[float, list[int]]] = []
+    for length in range(1, limit + 1):
+        stops = params.stop_token_ids if length > params.min_tokens else ()
+        barred = () if length > params.min_tokens else params.stop_token_ids
+        candidates = [
+            (total + logprob, [*tokens, token])
+            for total, tokens in beams
+            for token, logprob in enumerate(next_logprobs(prefix_digests(prompt + tokens)[-1]))
+            if token not in barred
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        ended = [c for c in candidates[:width] if length == limit or c[1][-1] in stops]
+        done = sorted(done + [(total / length**penalty, tokens) for total, tokens in ended], reverse=True)
+        done = done[:width]
+        beams = [c for c in candidates if c[1][-1] not in stops][:width]
+        hopeless = len(done) == width and beams[0][0] / length**penalty <= done[-1][0]
+        if hopeless or (params.early_stopping and len(done) == width):
+            break
+    return [tokens for _, tokens in done[: params.n]]
 
 
 def expected_tokens(prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> list[int]:

@@ -1,11 +1,12 @@
 """Engine arguments: vLLM's names, and a clear word for everything that is wrong."""
 
+import dataclasses
 import logging
 from typing import Any
 
 import pytest
 
-from octavo.config import resolve
+from octavo.config import IGNORED, NEUTRAL, EngineConfig, resolve, sort_arguments
 from octavo.errors import ConfigError
 
 
@@ -14,6 +15,49 @@ def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) 
         config = resolve({"model": "m", "disable_log_stats": True, "enforce_eager": True, "max_num_seqs": 4})
     assert (config.model, config.max_num_seqs, config.block_size) == ("m", 4, 16)
     assert "disable_log_stats, enforce_eager" in caplog.text
+
+
+NOTHING = {
+    "enable_lora": False,
+    "max_loras": 4,
+    "speculative_config": None,
+    "num_speculative_tokens": 0,
+    "swap_space": 4,
+    "cpu_offload_gb": 0,
+    "kv_cache_dtype": "auto",
+    "quantization": None,
+    "tokenizer": None,
+    "block_size": None,
+    "max_num_seqs": None,
+    "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
+    "hf_overrides": {},
+    "task": "generate",
+    "disable_log_requests": "true",
+    "limit_mm_per_prompt": {"image": 1},
+}
+
+
+def test_arguments_that_ask_for_nothing_are_taken() -> None:
+    assert resolve({"model": "m", **NOTHING}) == resolve({"model": "m"})
+    assert resolve({"model": "m", "enable_lora": "False"}) == resolve({"model": "m"})
+
+
+def test_every_argument_is_honoured_ignored_or_refused_with_a_reason() -> None:
+    parts = sort_arguments({"model": "m", "enforce_eager": True, "seed": None, "task": "classify", "x": 1})
+    assert parts.honoured == {"model": "m"}
+    assert parts.ignored == {
+        "enforce_eager": "it is about vLLM's own kernels and compiler",
+        "seed": "null stands for the default",
+    }
+    assert sorted(parts.refused) == ["task", "x"]
+
+
+def test_no_name_is_in_two_tables() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert not fields & IGNORED.keys()
+    assert not fields & NEUTRAL.keys()
+    assert not IGNORED.keys() & NEUTRAL.keys()
 
 
 @pytest.mark.parametrize(
@@ -40,8 +84,20 @@ def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) 
             "'tensor_parallel_size' is 2; allowed: 1 in this version",
         ),
         ({"model": "m", "gpu_memory_utilization": 1.5}, "'gpu_memory_utilization' is 1.5; allowed: above 0"),
+        ({"model": "m", "max_queue_size": 0}, "'max_queue_size' is 0; allowed: 1 and more"),
+        ({"model": "m", "fair_scheduling": 1}, "'fair_scheduling' is 1; it must be true or false"),
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
         ({"model": "m", "max_model_len": 1}, "'max_model_len' is 1; allowed: 2 and more"),
+        (
+            {"model": "m", "enable_lora": True},
+            "'enable_lora' is True: LoRA adapters are not supported by this version; allowed: false and null",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "ngram"}},
+            "'speculative_config' is {'method': 'ngram'}: speculative decoding is not supported by this ",
+        ),
+        ({"model": "m", "runner": "draft"}, 'allowed: "auto" and "generate" and "pooling" and null'),
+        ({"model": None}, "'model' is missing"),
         ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 to 1024"),
         ({"model": "m", "num_threads": -1}, "'num_threads' is -1; allowed: 1 to 1024"),
         ({"model": "m", "num_threads": 1025}, "'num_threads' is 1025; allowed: 1 to 1024"),

@@ -28,7 +28,7 @@ LONGEST_FILE_LINES = 400  # beyond 300, look for the missing concept
 
 # The layers, from the top down. A module may import its own layer and those below it.
 LAYERS = ("serving", "engine", "worker", "models", "layers", "quant", "octavo_kernels")
-BASE = {"errors", "config", "request", "protocol"}  # every module of the engine may import these
+BASE = {"errors", "config", "request", "protocol", "values"}  # every module of the engine may import these
 # Beside the layers: what may import it, and what it may import.
 WEIGHTS_IMPORTED_BY = {"engine", "worker", "weights"}
 WEIGHTS_IMPORTS = {"weights", "quant", "errors"}

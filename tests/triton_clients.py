@@ -111,12 +111,19 @@ class GrpcStream:
         self._responses: queue.Queue[Response] = queue.Queue()
         self._client.start_stream(self._take, headers={"triton_grpc_error": "true"})
 
-    def send(self, id: str = "", parameters: Mapping[str, Any] | None = None, **inputs: Any) -> Self:
+    def send(
+        self,
+        id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        timeout_us: int | None = None,
+        **inputs: Any,
+    ) -> Self:
         self._client.async_stream_infer(
             "llm",
             [_tensor(name, value) for name, value in inputs.items()],
             request_id=id,
             parameters=parameters,
+            timeout=timeout_us,
             enable_empty_final_response=True,
         )
         return self

@@ -5,6 +5,7 @@ else is built. What `auto` means is for the part that it concerns to say.
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +20,81 @@ log = logging.getLogger("octavo")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-# vLLM's arguments that mean nothing here. They are taken and named once in the log.
-IGNORED = frozenset(
-    "served_model_name disable_log_requests disable_log_stats trust_remote_code enforce_eager "
-    "worker_use_ray engine_use_ray "
-    "distributed_executor_backend max_seq_len_to_capture use_v2_block_manager num_scheduler_steps "
-    "multi_step_stream_outputs disable_custom_all_reduce download_dir load_format revision code_revision "
-    "tokenizer_revision tokenizer_mode tokenizer_pool_size swap_space cpu_offload_gb preemption_mode "
-    "max_paddings max_context_len_to_capture enable_log_requests async_scheduling compilation_config".split()
-)
+# vLLM's arguments that change nothing here, by why. They are taken, and named once in the log.
+_IGNORED_BECAUSE = {
+    "the model's files are read as they are, from this machine": (
+        "served_model_name trust_remote_code download_dir load_format revision code_revision hf_token "
+        "hf_config_path config_format model_impl tokenizer_revision tokenizer_mode tokenizer_pool_size "
+        "tokenizer_pool_type tokenizer_pool_extra_config model_loader_extra_config ignore_patterns "
+        "use_tqdm_on_load pt_load_map_location safetensors_load_strategy max_parallel_loading_workers "
+        "generation_config allowed_local_media_path allowed_media_domains"
+    ),
+    "logs and metrics are the server's": (
+        "disable_log_requests disable_log_stats enable_log_requests max_log_len log_level logging_config "
+        "log_config_file aggregate_engine_logging show_hidden_metrics_for_version otlp_traces_endpoint "
+        "collect_detailed_traces kv_cache_metrics cudagraph_metrics custom_histogram_buckets"
+    ),
+    "it is about vLLM's own kernels and compiler": (
+        "enforce_eager max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes "
+        "cudagraph_capture_sizes max_cudagraph_capture_size compilation_config optimization_level "
+        "attention_backend attention_config kernel_config disable_cascade_attn disable_sliding_window "
+        "max_paddings performance_mode"
+    ),
+    "it is about vLLM's own processes": (
+        "worker_use_ray engine_use_ray distributed_executor_backend ray_workers_use_nsight worker_cls "
+        "worker_extension_cls disable_custom_all_reduce disable_async_output_proc "
+        "disable_frontend_multiprocessing enable_sleep_mode "
+        "master_addr master_port node_rank distributed_timeout_seconds numa_bind numa_bind_nodes"
+    ),
+    "the scheduler has no such switch": (
+        "use_v2_block_manager num_scheduler_steps multi_step_stream_outputs num_lookahead_slots "
+        "async_scheduling scheduler_delay_factor scheduler_cls scheduling_policy preemption_mode "
+        "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold watermark "
+        "stream_interval prefix_caching_hash_algo disable_hybrid_kv_cache_manager"
+    ),
+    "sequences that are preempted are computed anew": "swap_space cpu_offload_gb",
+    "it matters with enable_lora only": (
+        "max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras"
+    ),
+    "it matters for images, audio and video only": (
+        "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache "
+        "media_io_kwargs interleave_mm_strings skip_mm_profiling disable_chunked_mm_input"
+    ),
+    "a request says what it wants": (
+        "max_logprobs guided_decoding_backend structured_outputs_config reasoning_parser"
+    ),
+}
+IGNORED = {name: why for why, names in _IGNORED_BECAUSE.items() for name in names.split()}
+
+# vLLM's arguments that change what is computed and that this version has no code for: they are taken with a
+# value that asks for nothing, these and null, and refused with any other, for the reason given.
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_lora": ((False,), "LoRA adapters are not supported by this version"),
+    "speculative_config": (({},), "speculative decoding is not supported by this version"),
+    "speculative_model": ((), "speculative decoding is not supported by this version"),
+    "num_speculative_tokens": ((0,), "speculative decoding is not supported by this version"),
+    "hf_overrides": (({},), "the model is computed as its own configuration says"),
+    "rope_scaling": (({},), "the model is computed as its own configuration says"),
+    "rope_theta": ((), "the model is computed as its own configuration says"),
+    "quantization_config": (({},), "name a scheme with 'quantization'"),
+    "override_generation_config": (({},), "a request's own sampling parameters hold"),
+    "logits_processors": (([],), "code of one's own is not run"),
+    "logits_processor_pattern": ((), "code of one's own is not run"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are those of the model's own distribution"),
+    "task": (("auto", "generate", "embed", "embedding"), "models generate and embed, nothing else"),
+    "runner": (("auto", "generate", "pooling"), "models generate and embed, nothing else"),
+    "convert": (("auto", "none", "embed"), "models generate and embed, nothing else"),
+    "pooler_config": (({},), "a request says how it wants to be pooled"),
+    "skip_tokenizer_init": ((False,), "texts are answered with texts"),
+    "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
+    "data_parallel_size": ((1,), "several instances of the model, in config.pbtxt, do the same"),
+    "decode_context_parallel_size": ((1,), "a model runs on one device in this version"),
+    "prefill_context_parallel_size": ((1,), "a model runs on one device in this version"),
+    "nnodes": ((1,), "a model runs on one device in this version"),
+    "enable_expert_parallel": ((False,), "a model runs on one device in this version"),
+    "kv_transfer_config": (({},), "KV blocks stay in their own instance"),
+    "kv_offloading_size": ((0,), "KV blocks stay in their own instance"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +109,8 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    max_queue_size: int | None = None  # requests that may wait for their first step; no limit when None
+    fair_scheduling: bool = False  # the line is taken by turns of tenants; by arrival when false
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None  # CPU: a quarter of the free memory, at most 4 GiB, when None
     num_gpu_blocks_override: int | None = None
@@ -70,6 +139,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             f"max_num_seqs ({self.max_num_seqs}) to {2**20}, so that every sequence can have a token a step",
         )
+        require(self.max_queue_size is None or self.max_queue_size > 0, "max_queue_size", "1 and more")
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "above 0 and up to 1")
         require(
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes > 0,
@@ -108,25 +178,61 @@ _FIELDS = {f.name for f in dataclasses.fields(EngineConfig)}
 _TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false", float: "a number"}
 
 
+@dataclass(frozen=True, slots=True)
+class SortedArguments:
+    """Engine arguments by what becomes of them; those that are not honoured with the reason, by name."""
+
+    honoured: dict[str, Any]
+    ignored: dict[str, str]
+    refused: dict[str, str]
+
+
+def sort_arguments(arguments: Mapping[str, Any]) -> SortedArguments:
+    """Sorts engine arguments, as they stand in `model.json`, by their names; `EngineConfig` checks the values
+    of those that are honoured. Null is what vLLM's arguments are when they are left out."""
+    honoured: dict[str, Any] = {}
+    ignored: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for key, value in arguments.items():
+        if key in IGNORED:
+            ignored[key] = IGNORED[key]
+        elif value is None and (key in NEUTRAL or key in _FIELDS):
+            ignored[key] = "null stands for the default"
+        elif key in NEUTRAL:
+            allowed, why = NEUTRAL[key]
+            if value in allowed or (False in allowed and str(value).lower() == "false"):
+                ignored[key] = "it asks for nothing"
+            else:
+                refused[key] = f"'{key}' is {repr(value)[:80]}: {why}; allowed: {_listed(allowed)}"
+        elif key in _FIELDS:
+            honoured[key] = value
+        else:
+            near = get_close_matches(key, _FIELDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(_FIELDS))}"
+            refused[key] = f"unknown engine argument '{key}'; {hint}"
+    if honoured.get("dtype") in ("half", "float"):  # vLLM's other names for two of them
+        honoured["dtype"] = {"half": "float16", "float": "float32"}[honoured["dtype"]]
+    return SortedArguments(honoured, ignored, refused)
+
+
 def resolve(arguments: Mapping[str, Any]) -> EngineConfig:
     """Checks engine arguments, as they stand in `model.json`, and returns the configuration.
 
     Raises `ConfigError` that names an unknown key and the nearest known one, or a value and what is allowed.
     """
-    ignored = sorted(key for key in arguments if key in IGNORED)
-    if ignored:
-        log.info("engine arguments that Octavo has no use for: %s", ", ".join(ignored))
-    values = {key: value for key, value in arguments.items() if key not in IGNORED}
-    if values.get("dtype") in ("half", "float"):  # vLLM's other names for two of them
-        values["dtype"] = {"half": "float16", "float": "float32"}[values["dtype"]]
-    for key in values:
-        if key not in _FIELDS:
-            near = get_close_matches(key, _FIELDS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(_FIELDS))}"
-            raise ConfigError(f"unknown engine argument '{key}'; {hint}")
-    if "model" not in values:
+    parts = sort_arguments(arguments)
+    if parts.ignored:
+        log.info("engine arguments that change nothing here: %s", ", ".join(sorted(parts.ignored)))
+    for why in parts.refused.values():
+        raise ConfigError(why)
+    if "model" not in parts.honoured:
         raise ConfigError("'model' is missing: the path of a GGUF file or of a Hugging Face folder")
-    return EngineConfig(**values)
+    return EngineConfig(**parts.honoured)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    """As they are written in JSON, null among them."""
+    return " and ".join(json.dumps(value) for value in (*values, None))
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -5,7 +5,8 @@
     |  `- PromptTooLong         INVALID_ARG   it can never fit, however long one waits
     |- ConfigError              INVALID_ARG   a key or value of the engine configuration is wrong
     |- NotFound                 NOT_FOUND     a named thing (an adapter, a request) is not here
-    |- Unavailable              UNAVAILABLE   right, but not now: the server is shutting down
+    |- Unavailable              UNAVAILABLE   right, but not now: shutting down, or too many wait already
+    |  `- DeadlineExceeded      UNAVAILABLE   its time was up first; the code is what Triton gives timeouts
     |- Cancelled                CANCELLED     the client went away or asked for it
     |- WeightsError             INTERNAL      a model file cannot be read; names file, tensor and reason
     |- LaunchError              UNAVAILABLE   the server cannot be started; says what to do about it
@@ -46,6 +47,10 @@ class NotFound(OctavoError):
 
 class Unavailable(OctavoError):
     code = "UNAVAILABLE"
+
+
+class DeadlineExceeded(Unavailable):
+    pass
 
 
 class Cancelled(OctavoError):

@@ -5,11 +5,12 @@ table and its sampling parameters. The worker applies a plan in this order:
 
 1. `finished`: drop the rows (finished, aborted or preempted sequences)
 2. `new`: make rows
-3. `slices[*].block_ids`: write into the rows' block tables
-4. `copies`: copy whole KV blocks (copy-on-write), before anything is written by this step
-5. `forks`: the child's row becomes a copy of the parent's, block table included
-6. forward over the token slices
-7. sample for `slices[*].samples`, and append each sampled token to its row
+3. `choices`: rows go on from where another one stands, and with another last token
+4. `slices[*].block_ids`: write into the rows' block tables
+5. `copies`: copy whole KV blocks (copy-on-write), before anything is written by this step
+6. `forks`: the child's row becomes a copy of the parent's, block table included
+7. forward over the token slices
+8. sample for `slices[*].samples`, and append each sampled token to its row
 
 Only the scheduler builds plans, on the engine thread; only an `Executor` reads them. What every sequence has
 one of in every step is a named tuple, which is made in a third of the time of a frozen dataclass.
@@ -17,6 +18,8 @@ one of in every step is a named tuple, which is made in a third of the time of a
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from octavo.request import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,16 @@ class RowSampling:
     top_p: float
     min_p: float
     seed: int  # 64 bits; with the token's position it determines the draw, whatever else is in the batch
-    num_logprobs: int | None = None  # None: none; 0: the sampled token's only; N: the N best as well
+    num_logprobs: int | None = None  # None: none; N: of the sampled token and the N best; see TokenLogprobs
     min_tokens: int = 0  # `stop_ids` cannot be sampled before so many tokens were generated
     stop_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens, each named once
+    repetition_penalty: float = 1.0  # above 0; for all tokens so far
+    frequency_penalty: float = 0.0  # for generated tokens, as often as they were
+    presence_penalty: float = 0.0  # for generated tokens, once
+    allowed_ids: tuple[int, ...] | None = None  # nothing else can be sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that cannot be generated one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class NewSequence:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: RowSampling
+    pooling: Pooling | None = None  # its prompt becomes a vector, and nothing is sampled
 
 
 class Slice(NamedTuple):
@@ -49,7 +60,7 @@ class Slice(NamedTuple):
     `block_ids`, if any, replace the row's block table from index `first_block` on (appended blocks, or
     the private copy of a block that was shared). `samples` are the sequences that sample from the logits of
     the slice's last token: the sequence itself and children forked in this step; empty while the slice
-    does not reach the sequence's last token.
+    does not reach the sequence's last token, and of a sequence that is pooled.
     """
 
     seq_id: int
@@ -67,6 +78,18 @@ class Fork:
     sampling: RowSampling
 
 
+class Choice(NamedTuple):
+    """How a row goes on whose next token is not the worker's to choose: a beam's.
+
+    It gets the tokens and the block table of the row of `parent_id`, which may be itself, with `token_id` in
+    place of the token that was sampled last. Nobody is the parent of a row and gets another one's tokens too.
+    """
+
+    seq_id: int
+    parent_id: int
+    token_id: int
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     source: int
@@ -81,6 +104,7 @@ class StepPlan:
     forks: tuple[Fork, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     finished: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -89,9 +113,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (of the untempered distribution) at one generated position.
+    """Log-probabilities at one position, of the distribution as the model gave it.
 
-    The sampled token comes first, then the best N in falling order, the sampled one left out of them.
+    The token that stands there comes first, then the best N in falling order, that one left out of them; for
+    an N of 0, the best where it is more probable.
     """
 
     token_ids: tuple[int, ...]
@@ -108,12 +133,29 @@ class SequenceResult(NamedTuple):
     error: str | None = None
 
 
+class PromptLogprobs(NamedTuple):
+    """Of consecutive tokens of a prompt, from `position` on: those that follow the tokens of one slice."""
+
+    seq_id: int
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class PooledPrompt(NamedTuple):
+    """The vector of a prompt whose last token was in this step: a mean of hidden states, or the last one."""
+
+    seq_id: int
+    vector: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
     sequences: tuple[SequenceResult, ...]  # one for every id in the plan's `samples`, in that order
     forward_s: float = 0.0
     sample_s: float = 0.0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()
 
 
 class Executor(Protocol):

@@ -4,27 +4,43 @@
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from octavo.errors import InvalidArgument, OctavoError
+from octavo.errors import InvalidArgument, NotFound, OctavoError
+from octavo.values import UNREADABLE, as_bool, field_value
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # of all together
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 64 << 10  # of all together
 
-# Names of vLLM's that this version has no code for; they are refused by name rather than ignored.
+# Names of vLLM's that this version has no code for; they are refused by name rather than ignored, except
+# where their value asks for nothing: null, or that of `_NEUTRAL`.
 _UNSUPPORTED = frozenset(
-    "best_of presence_penalty frequency_penalty repetition_penalty prompt_logprobs bad_words logit_bias "
-    "allowed_token_ids use_beam_search beam_width length_penalty early_stopping guided_json guided_regex "
-    "guided_choice guided_grammar guided_decoding structured_outputs lora_name truncate_prompt_tokens "
+    "guided_json guided_regex guided_choice guided_grammar guided_decoding guided_decoding_backend "
+    "guided_whitespace_pattern structured_outputs lora_name truncate_prompt_tokens "
     "spaces_between_special_tokens detokenize".split()
+)
+
+# What a beam search goes by. It does not sample, and knows the model's own distribution only; a seed and the
+# temperatures that say nothing are let through, since clients send them with everything.
+_WITH_BEAM_SEARCH = frozenset(
+    "use_beam_search beam_width length_penalty early_stopping n best_of temperature top_k seed "
+    "stop_token_ids include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs "
+    "skip_special_tokens".split()
 )
 
 
@@ -34,9 +50,23 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` makes the sample
     reproducible whatever else is in the batch. Raises `InvalidArgument` for a value out of range.
+
+    Of `best_of` sequences, the `n` with the highest cumulative log-probability are answered. Logits go
+    through `logit_bias` (by token id), then `repetition_penalty` (CTRL, arXiv 1909.05858; over prompt and
+    output), then `frequency_penalty` and `presence_penalty` (OpenAI's; over the output), then
+    `allowed_token_ids` and `bad_words`, which are not generated: a word that begins in the prompt is none.
+    `logprobs` and `prompt_logprobs` are of the distribution before all that.
+
+    With `use_beam_search` the model's own distribution is searched and nothing is sampled: `temperature` must
+    be 0 or 1, which are the same here, and whatever else would change or draw from it must be off. There are
+    `beam_width` beams, by default `best_of` or `n`. A continuation that ended scores its summed
+    log-probability over its length to the power of `length_penalty`; the best `n` are answered, best first.
+    With `early_stopping` the search is over when `beam_width` of them have ended, without it when those still
+    going could not do better as they are. `stop` strings cannot be searched for.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -49,11 +79,22 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, _converted(item, getattr(self, item.name)))
+            object.__setattr__(self, item.name, field_value(item, getattr(self, item.name)))
 
         def require(ok: bool, name: str, allowed: str) -> None:
             if not ok:
@@ -78,20 +119,88 @@ class SamplingParams:
         require(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "token ids, 0 and more")
         require(1 <= self.max_tokens < 2**31, "max_tokens", "1 and more")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"0 to {MAX_LOGPROBS}")
         require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}"
+            self.best_of is None or self.n <= self.best_of <= MAX_N, "best_of", f"n ({self.n}) to {MAX_N}"
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(abs(getattr(self, name)) <= MAX_PENALTY, name, f"{-MAX_PENALTY} to {MAX_PENALTY}")
+        # The bounds keep products of logits finite.
+        require(1e-4 <= self.repetition_penalty <= 1e4, "repetition_penalty", "0.0001 to 10000")
+        require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
+        for token, bias in self.logit_bias.items():
+            if not (0 <= token < 2**31 and abs(bias) <= MAX_LOGIT_BIAS):
+                raise InvalidArgument(
+                    f"'logit_bias' of token {repr(token)[:20]} is {bias}; allowed: token ids, 0 and more, "
+                    f"each with {-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+                )
+        allowed = self.allowed_token_ids
+        require(
+            allowed is None or (len(allowed) > 0 and all(0 <= t < 2**31 for t in allowed)),
+            "allowed_token_ids",
+            "at least one token id, 0 and more",
+        )
+        require(all(self.bad_words), "bad_words", "strings that are not empty")
+        require(
+            len(self.bad_words) <= MAX_BAD_WORDS and sum(map(len, self.bad_words)) <= MAX_BAD_WORD_CHARS,
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} strings of {MAX_BAD_WORD_CHARS} characters together",
+        )
+        require(self.beam_width is None or 1 <= self.beam_width <= MAX_N, "beam_width", f"1 to {MAX_N}")
+        # The bound keeps powers of lengths finite.
+        require(abs(self.length_penalty) <= 10, "length_penalty", "-10 to 10")
+        _check_beam_search(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated; `n` of them are answered."""
+        return (self.beam_width if self.use_beam_search else None) or self.best_of or self.n
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """From untyped JSON. Numbers and booleans may come as strings, as clients of Triton send them.
 
-        Raises `InvalidArgument` that names an unknown key (and the nearest known one) or a bad value.
+        Raises `InvalidArgument` that names an unknown key (and the nearest known one) or a bad value, and
+        `NotFound` that names an adapter.
         """
-        for name in values:
-            if name not in _NAMES:
+        for name, value in values.items():
+            if name not in _NAMES and not _asks_for_nothing(name, value):
+                if name == "lora_name":
+                    raise NotFound(f"no adapter {repr(value)[:80]} is here: this model is served without any")
                 raise InvalidArgument(_unknown(name))
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        return cls(**{name: v for name, v in values.items() if name in _NAMES and v is not None})
+
+
+def _check_beam_search(params: SamplingParams) -> None:
+    """Raises `InvalidArgument` where the parameters of a beam search contradict the others."""
+    if not params.use_beam_search:
+        if params.beam_width not in (None, 1) or params.length_penalty != 1 or params.early_stopping:
+            raise InvalidArgument(
+                "'beam_width', 'length_penalty' and 'early_stopping' are of a beam search; set "
+                "'use_beam_search' to true, or leave them out"
+            )
+        return
+    if params.temperature not in (0, 1) or params.top_k > 0:
+        raise InvalidArgument(
+            f"'temperature' is {params.temperature} and 'top_k' is {params.top_k}; with 'use_beam_search' "
+            "nothing is sampled: allowed are 0 or 1 for the first, and 0 or -1 for the second"
+        )
+    unset = SamplingParams()
+    for item in fields(params):
+        if item.name not in _WITH_BEAM_SEARCH and getattr(params, item.name) != getattr(unset, item.name):
+            raise InvalidArgument(f"'{item.name}' cannot be combined with 'use_beam_search'; leave it out")
+    if params.beam_width is None and params.num_sequences == 1:
+        raise InvalidArgument("a beam search needs a width: set 'beam_width', or 'best_of' or 'n' above 1")
+    if params.n > params.num_sequences:
+        raise InvalidArgument(
+            f"'n' is {params.n}, but 'beam_width' is {params.beam_width}; allowed: up to that"
+        )
+    if params.beam_width is not None and params.best_of not in (None, params.beam_width):
+        raise InvalidArgument(
+            f"'beam_width' is {params.beam_width}, but 'best_of' is {params.best_of}; give one of them"
+        )
 
 
 def _unknown(name: str) -> str:
@@ -103,72 +212,37 @@ def _unknown(name: str) -> str:
     return f"unknown sampling parameter {shown}{hint}"
 
 
-def _converted(item: Field[Any], value: Any) -> Any:
-    if value is None and item.default is None:
-        return None
-    convert = _BY_TYPE[item.type]
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a parameter that this version has no code for is set to what it would be without it."""
+    if name not in _UNSUPPORTED or value is None:
+        return name in _UNSUPPORTED
+    convert, neutral = _NEUTRAL.get(name, (str, None))
     try:
-        return convert(value)
-    except (ValueError, TypeError, KeyError, OverflowError):
-        raise InvalidArgument(f"'{item.name}' is {repr(value)[:80]}; expected {_EXPECTED[convert]}") from None
+        return bool(convert(value) == neutral)
+    except UNREADABLE:
+        return False
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    if (isinstance(value, float) and not value.is_integer()) or (isinstance(value, str) and "_" in value):
-        raise ValueError
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, str):
-        return {"true": True, "1": True, "false": False, "0": False}[value.strip().lower()]
-    if value in (0, 1):
-        return bool(value)
-    raise TypeError
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if isinstance(value, Mapping):
-        raise TypeError
-    values = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(v, str) for v in values):
-        raise TypeError
-    return values
-
-
-def _ints(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, Mapping)):
-        raise TypeError
-    return tuple(_int(v) for v in value)
-
-
-_EXPECTED: dict[Callable[[Any], Any], str] = {
-    _int: "an integer",
-    _float: "a number",
-    _bool: "true or false",
-    _strings: "a string or a list of strings",
-    _ints: "a list of integers",
-}
-_BY_TYPE: dict[Any, Callable[[Any], Any]] = {
-    int: _int,
-    int | None: _int,
-    float: _float,
-    bool: _bool,
-    tuple[str, ...]: _strings,
-    tuple[int, ...]: _ints,
-}
 _NAMES = frozenset(f.name for f in fields(SamplingParams))
+
+# How to read what asks for nothing, and what that is.
+_NEUTRAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "detokenize": (as_bool, True),
+    "spaces_between_special_tokens": (as_bool, True),
+    "lora_name": (str, ""),
+}
 
 # Every name that is a sampling parameter somewhere, whether this version has code for it or not.
 SAMPLING_NAMES = _UNSUPPORTED.union(_NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a prompt becomes one vector of unit length: from the hidden state of its last token, or from the
+    mean over all. `dimensions`: only so many of the first."""
+
+    pooling: Pooling = "last"
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +255,10 @@ class Request:
     priority: int = 0
     cumulative_logprob: bool = False  # wanted even if `params.logprobs` is None
     cache_salt: str | None = None  # prefixes are shared only between equal salts
+    tenant: str | None = None  # whose share of the engine it takes, where shares are fair
+    arrived_s: float = field(default_factory=time.monotonic)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the ways to write `params.bad_words` in tokens
+    embed: PoolingParams | None = None  # the prompt is to become a vector, not to be continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +267,18 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Where a request's time went, and what it was spared. Times add up to that from arrival to the end."""
+
+    queue_s: float  # from its arrival to its first step: tokenising, and waiting in line
+    prefill_s: float  # from there to its first token
+    decode_s: float  # from there to its last one
+    cached_prompt_tokens: int  # found in the prefix cache
+    preemptions: int  # times that one of its sequences was thrown out and computed anew
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +297,10 @@ class TextDelta:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
+    # On the first delta of a request that asked: for each prompt token, the first excepted, itself first.
+    prompt_logprobs: tuple[tuple[Logprob, ...] | None, ...] | None = None
+    embedding: tuple[float, ...] | None = None  # all that comes of a request that embeds
+    stats: RequestStats | None = None  # on the last delta, unless that is an error
     error: OctavoError | None = None
     request_finished: bool = False
 

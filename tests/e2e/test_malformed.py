@@ -43,7 +43,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hello"}, "[INVALID_ARG] 'messages' is not valid JSON"),
     ({"messages": '[{"role": "user"}]'}, "[INVALID_ARG] message 0 must have a 'content'"),
     ({"text_input": "a", "image": ["aGk="]}, "[INVALID_ARG] 'image' is not supported by this version"),
-    ({"text_input": "a", "embedding_request": "{}"}, "[INVALID_ARG] 'embedding_request' is not supported"),
+    ({"text_input": "a", "embedding_request": "{}"}, "[INVALID_ARG] the request has 'embedding_request' and"),
+    ({"embedding_request": "{}"}, "[INVALID_ARG] 'embedding_request' has no 'input'"),
+    (
+        {"embedding_request": '{"input": "a", "pooling_params": {"dimensions": 577}}'},
+        "[INVALID_ARG] 'dimensions' is 577; allowed: 1 to 576",
+    ),
+    (
+        {"text_input": "a", "octavo_deadline_ms": -1},
+        "[INVALID_ARG] 'octavo_deadline_ms' is -1; expected milli",
+    ),
+    ({"text_input": "a", "timeout": "soon"}, "[INVALID_ARG] 'timeout' is 'soon'; expected microseconds"),
     ({"text_input": "a", "temprature": 1}, "[INVALID_ARG] unknown sampling parameter 'temprature'; did you"),
     ({"text_input": "a", "octavo_rank": 1}, "[INVALID_ARG] unknown request parameter 'octavo_rank'"),
     (
@@ -61,7 +71,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (sampling('{"max_tokens": 0}'), "[INVALID_ARG] 'max_tokens' is 0; allowed: 1 and more"),
     (sampling('{"top_p": "much"}'), "[INVALID_ARG] 'top_p' is 'much'; expected a number"),
     (sampling('{"n": 64}'), "[INVALID_ARG] 'n' is 64; this server runs at most 32 sequences"),
-    (sampling('{"best_of": 2}'), "[INVALID_ARG] sampling parameter 'best_of' is not supported"),
+    (sampling('{"guided_regex": "a"}'), "[INVALID_ARG] sampling parameter 'guided_regex' is not supported"),
     (sampling('{"stop_token_ids": [99999]}'), "[INVALID_ARG] 'stop_token_ids' holds 99999"),
     (sampling(r'{"stop": "\ud800"}'), "[INVALID_ARG] 'sampling_parameters' holds half of a surrogate pair"),
     ({"text_input": "x" * (9 << 20)}, "[INVALID_ARG] 'text_input' has 9437184 bytes; allowed: 8388608"),

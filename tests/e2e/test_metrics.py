@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from octavo.serving.launcher import RunningServer
 from tiny import tiny_llama
@@ -21,6 +22,17 @@ TOTALS = (
     "vllm:time_per_output_token_seconds_count",
     "vllm:e2e_request_latency_seconds_count",
     "octavo:coalesced_responses_total",
+)
+SUMS = (
+    "vllm:request_prompt_tokens_sum",
+    "vllm:request_generation_tokens_sum",
+    "vllm:request_params_n_sum",
+    "vllm:request_params_best_of_sum",
+    "vllm:request_params_max_tokens_sum",
+    "vllm:iteration_tokens_total_sum",
+    "octavo:steps_total",
+    "octavo:batch_size_count",
+    "octavo:step_time_seconds_count",
 )
 LABELS = {"model": "llm", "version": "1"}
 
@@ -64,8 +76,43 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
         for reason in ("stop", "length", "abort", "error")
     }
     assert finished == {"stop": 1, "length": 3, "abort": 0, "error": 0}
-    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+    for gauge in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+        "octavo:kv_blocks_used",
+    ):
         assert after.value(gauge, instance="llm_0_0", **LABELS) == 0
+    growth = {name: after.value(name, **LABELS) - before.value(name) for name in SUMS}
+    steps = growth.pop("octavo:steps_total")
+    assert growth == {
+        "vllm:request_prompt_tokens_sum": 4 * tokens,
+        "vllm:request_generation_tokens_sum": 3 * 4 + stopped["num_output_tokens"],
+        "vllm:request_params_n_sum": 4,
+        "vllm:request_params_best_of_sum": 4,
+        "vllm:request_params_max_tokens_sum": 3 * 4 + 40,
+        # Every token that was not in the cache, and each generated one but a sequence's last.
+        "vllm:iteration_tokens_total_sum": pytest.approx(
+            4 * tokens - 3 * full_blocks + 3 * 3 + stopped["num_output_tokens"] - 1, abs=1
+        ),
+        "octavo:batch_size_count": steps,
+        "octavo:step_time_seconds_count": steps,
+    }
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert (
+            after.value(f"vllm:request_{name}_time_seconds_count")
+            - before.value(f"vllm:request_{name}_time_seconds_count")
+            == 4
+        )
+    blocks = {
+        kind: after.value("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind, **LABELS)
+        for kind in ("max", "used", "free", "tokens_per", "fraction")
+    }
+    assert blocks["max"] == blocks["free"] == after.value("octavo:kv_blocks") > 0
+    assert (blocks["used"], blocks["tokens_per"], blocks["fraction"]) == (0, 16, 0)
+    for kind in ("waiting", "scheduled"):
+        assert after.value("nv_trt_llm_request_metrics", request_type=kind) == 0
     assert after.value("octavo:ready", instance="llm_0_0", **LABELS) == 1
     assert after.value("vllm:num_preemptions_total") == 0
 

@@ -179,6 +179,21 @@ PROMPTS = [
 ]
 
 
+def test_parameters_that_edit_logits_and_ask_about_the_prompt(llm: RunningServer) -> None:
+    inputs = {"text_input": FRANCE, "exclude_input_in_output": True, "return_prompt_logprobs": True}
+    answer = generate(llm, **inputs, sampling_parameters=greedy(bad_words=["Paris"], prompt_logprobs=1))
+    assert "Paris" not in answer["text_output"]
+    first, *others = json.loads(answer["prompt_logprobs"])
+    assert first is None
+    assert "".join(next(iter(entry.values()))["decoded_token"] for entry in others) == " capital of France is"
+    assert all(1 <= len(entry) <= 2 and min(e["rank"] for e in entry.values()) == 1 for entry in others)
+    hot = {"temperature": 1, "seed": 3}
+    every = generate(llm, **inputs, sampling_parameters=greedy(**hot, n=4), return_cumulative_logprob=True)
+    best = generate(llm, **inputs, sampling_parameters=greedy(**hot, best_of=4))
+    assert best["text_output"] == every["text_output"][np.argmax(every["cumulative_logprob"])]
+    assert best["prompt_logprobs"] == "null"
+
+
 def test_32_concurrent_streams_are_each_what_they_are_alone(llm: RunningServer) -> None:
     sampling = greedy(max_tokens=12, logprobs=2)
     inputs = {"sampling_parameters": sampling, "return_token_ids": True, "return_logprobs": True}

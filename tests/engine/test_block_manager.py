@@ -158,6 +158,28 @@ def test_check_integrity_sees_a_leak_and_a_double_reference() -> None:
         manager.check_integrity([seq, seq])
 
 
+def test_can_append_counts_new_blocks_and_all_copies_but_the_last_writers() -> None:
+    manager = BlockManager(4, 4)
+    family = [sequence(range(6), i) for i in range(3)]
+    run(manager, family[0])  # two blocks, the second half full; two are free
+    for child in family[1:]:
+        manager.fork(family[0], child)
+        child.num_computed_tokens = 6
+    for seq in family:
+        seq.token_ids.append(9)
+    assert manager.can_append(family)
+    other = sequence([5], 9)
+    manager.allocate(other)
+    assert not manager.can_append(family)  # one is free, and two of the three need copies
+    assert manager.can_append(family[:1])
+    family[2].num_computed_tokens = 7  # it has nothing to compute
+    assert not manager.can_append(family)
+    manager.free(other)
+    for seq in family[:2]:
+        assert manager.append(seq, 1) is not None
+    assert manager.num_free_blocks == 0
+
+
 class Machine(RuleBasedStateMachine):
     """Random programs of allocate, append, fork and free, with the content of every block tracked."""
 

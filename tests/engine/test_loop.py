@@ -26,7 +26,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.open)
 
-    def add(self, request: Request, sink: Any) -> None:
+    def add(self, request: Request, sink: Any, on_start: Any = None) -> None:
         if request.id == "bad":
             raise InvalidArgument("bad")
         if request.id == "bug":
@@ -164,3 +164,34 @@ def test_an_engine_that_breaks_answers_everyone_with_the_reason(loop: EngineLoop
 def test_an_idle_loop_does_not_spin(loop: EngineLoop, engine: FakeEngine) -> None:
     time.sleep(0.3)
     assert engine.steps <= 2
+
+
+def test_alarms_ring_on_the_engine_thread_in_order_while_it_is_idle(loop: EngineLoop) -> None:
+    rung: queue.Queue[tuple[str, float, str]] = queue.Queue()
+    now = time.monotonic()
+    for name, delay_s in (("c", 0.15), ("a", -1.0), ("b", 0.05)):
+        loop.at(
+            now + delay_s,
+            lambda name=name: rung.put((name, time.monotonic() - now, threading.current_thread().name)),
+        )
+    calls = [rung.get(timeout=5) for _ in range(3)]
+    assert [name for name, _, _ in calls] == ["a", "b", "c"]
+    assert {thread for _, _, thread in calls} == {"octavo-engine"}
+    for (_, at_s, _), due_s in zip(calls, (0.0, 0.05, 0.15), strict=True):
+        assert due_s <= at_s < due_s + 0.2
+
+
+def test_an_alarm_rings_between_steps_and_may_abort(loop: EngineLoop) -> None:
+    sink = Sink()
+    loop.submit(request("r", 100_000), sink)
+    loop.at(time.monotonic() + 0.05, lambda: loop.abort("r", Unavailable("too late")))
+    started_s = time.monotonic()
+    error = sink.last().error
+    assert 0.04 < time.monotonic() - started_s < 0.25
+    assert str(error) == "too late"
+
+
+def test_an_alarm_that_is_far_away_keeps_no_thread_awake(loop: EngineLoop, engine: FakeEngine) -> None:
+    loop.at(time.monotonic() + 3600, lambda: None)
+    time.sleep(0.3)
+    assert engine.steps <= 3

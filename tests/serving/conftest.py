@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,11 +34,12 @@ def glue(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def load(glue: ModuleType, tmp_path: Path) -> Iterator[Load]:
-    """`load(model_json, **config)`; whatever was loaded is finalized, and must leave no thread behind."""
+    """`load(model_json, args, **config)`, where `args` are changes to what Triton passes; whatever was loaded
+    is finalized, and must leave no thread behind."""
     models: list[LoadedModel] = []
     threads = set(threading.enumerate())
 
-    def load(model_json: Any = None, **config: Any) -> LoadedModel:
+    def load(model_json: Any = None, args: Mapping[str, str] | None = None, **config: Any) -> LoadedModel:
         folder = tmp_path / "llm" / "1"
         folder.mkdir(parents=True, exist_ok=True)
         text = model_json if isinstance(model_json, str) else json.dumps(model_json or {"model": "m.gguf"})
@@ -49,8 +50,11 @@ def load(glue: ModuleType, tmp_path: Path) -> Iterator[Load]:
                 "model_name": "llm",
                 "model_version": "1",
                 "model_instance_name": "llm_0_0",
+                "model_instance_kind": "MODEL",
+                "model_instance_device_id": "0",
                 "model_repository": str(tmp_path / "llm"),
                 "model_config": json.dumps(config),
+                **(args or {}),
             }
         )
         models.append(LoadedModel(model))

@@ -52,6 +52,8 @@ def test_the_table_is_a_superset_of_vllms() -> None:
         ("num_input_tokens", "UINT32", 1),
         ("num_output_tokens", "UINT32", -1),
         ("token_ids", "INT32", -1),
+        ("request_stats", "STRING", 1),
+        ("prompt_logprobs", "STRING", 1),
     ]
     assert codec.INPUTS[0].config() == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
 
@@ -109,7 +111,9 @@ def test_request_parameters_are_used_when_there_are_no_sampling_parameters() -> 
             "temperature": 0.5,
             "max_tokens": "7",
             "octavo_priority": -3,
-            "cache_salt": "tenant",
+            "cache_salt": "salt",
+            "tenant": "acme",
+            "octavo_deadline_ms": 100,
             "id": "mine",
             "priority": 4,
             "timeout": 5,
@@ -118,7 +122,7 @@ def test_request_parameters_are_used_when_there_are_no_sampling_parameters() -> 
         }
     )
     assert call.params == SamplingParams(temperature=0.5, max_tokens=7)
-    assert (call.priority, call.cache_salt) == (-3, "tenant")
+    assert (call.priority, call.cache_salt, call.tenant) == (-3, "salt", "acme")
     assert generate({"octavo_priority": "12"}).priority == 12
 
 
@@ -129,6 +133,14 @@ def test_sampling_parameters_win_over_request_parameters_of_the_same_kind() -> N
     )
     assert call.params == SamplingParams(n=2)
     assert call.priority == 1
+
+
+def test_the_best_of_several_cannot_be_streamed() -> None:
+    text = sampling(n=2, best_of=3)
+    assert generate(sampling_parameters=text).params.num_sequences == 3
+    with pytest.raises(InvalidArgument, match=r"'best_of' is 3 and 'n' 2: .* set 'stream' to false"):
+        generate(sampling_parameters=text, stream=True)
+    assert generate(sampling_parameters=sampling(n=3, best_of=3), stream=True).stream
 
 
 def test_a_cancelling_request_names_another() -> None:
@@ -178,7 +190,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"text_input": "a", "image": "b64"}, "'image' is not supported by this version"),
         (
             {"text_input": "a", "embedding_request": "{}"},
-            "'embedding_request' is not supported by this version",
+            "the request has 'embedding_request' and 'text_input'; what to embed is the 'input' in",
         ),
         (
             {"text_input": "a", "stream": True, "exclude_input_in_output": False},
@@ -221,7 +233,7 @@ def test_a_request_that_makes_no_sense_is_refused(inputs: dict[str, Any], words:
         (f'{{"seed": {"9" * 5000}}}', "'sampling_parameters' is not valid JSON"),
         (r'{"stop": "\ud83d"}', "half of a surrogate pair"),
         ('{"temprature": 1}', "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
-        ('{"best_of": 2}', "'best_of' is not supported by this version"),
+        ('{"guided_regex": "a"}', "'guided_regex' is not supported by this version"),
         ('{"n": 0}', "'n' is 0; allowed: 1 to 128"),
         ('{"max_tokens": "many"}', "'max_tokens' is 'many'; expected an integer"),
         ('{"ignore_eos": "perhaps"}', "'ignore_eos' is 'perhaps'; expected true or false"),

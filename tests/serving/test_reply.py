@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from octavo.request import Logprob, SamplingParams, TextDelta
+from octavo.request import Logprob, RequestStats, SamplingParams, TextDelta
 from octavo.serving.codec import Returns, Tensors
 from octavo.serving.reply import Reply
 
@@ -22,6 +22,7 @@ def delta(index: int, text: str, *tokens: int, done: str | None = None, last: bo
         cumulative_logprob=-0.5 * len(tokens),
         finish_reason=done,  # type: ignore[arg-type]
         num_prompt_tokens=4,
+        stats=RequestStats(0.5, 0.25, 1.5, 4, 2) if last else None,
         request_finished=last,
     )
 
@@ -81,7 +82,7 @@ def test_without_streaming_there_is_one_response_with_everything() -> None:
 def test_only_the_outputs_asked_for_are_there_with_the_types_of_the_table() -> None:
     for name in Returns.__dataclass_fields__:
         reply = Reply(SamplingParams(), Returns(**{name: True}), stream=True)
-        reply.add(delta(0, "a", 97))
+        reply.add(delta(0, "a", 97, done="stop", last=True))
         tensors = reply.take()
         assert tensors is not None
         assert set(tensors) == {"text_output", name}
@@ -145,6 +146,26 @@ def test_logprobs_are_null_unless_the_sampling_parameter_is_set_and_a_list_when_
             }
         ],
     ]
+
+
+def test_prompt_logprobs_come_with_the_last_response() -> None:
+    reply = Reply(SamplingParams(prompt_logprobs=1), Returns(prompt_logprobs=True), stream=True)
+    entries = (None, (Logprob(5, -0.25, 2, "a"), Logprob(6, -0.125, 1, "b")))
+    reply.add(TextDelta("r", text="a", prompt_logprobs=entries))
+    first = reply.take()
+    assert first is not None
+    assert first.keys() == {"text_output"}
+    reply.add(TextDelta("r", finish_reason="stop", request_finished=True))
+    assert json.loads(texts(reply.take(), "prompt_logprobs")[0]) == [
+        None,
+        {
+            "5": {"logprob": -0.25, "rank": 2, "decoded_token": "a"},
+            "6": {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
+        },
+    ]
+    unset = Reply(SamplingParams(), Returns(prompt_logprobs=True), stream=False)
+    unset.add(delta(0, "a", 97, done="stop", last=True))
+    assert texts(unset.take(), "prompt_logprobs") == ["null"]
 
 
 def test_a_token_that_was_ruled_out_is_still_json() -> None:

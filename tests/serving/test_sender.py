@@ -26,12 +26,14 @@ class Server:
     cancelled: set[str] = field(default_factory=set)
     finals: list[str] = field(default_factory=list)
     asking_s: float = 0.0
+    sending_s: float = 0.0
     unblocked: threading.Event = field(default_factory=threading.Event)
     busy: threading.Event = field(default_factory=threading.Event)
 
     def send(self, request: OpenRequest, tensors: Tensors, final: bool) -> None:
         self.busy.set()
         assert self.unblocked.wait(TIMEOUT_S)
+        time.sleep(self.sending_s)
         self.sent.append((request.client_id, b"|".join(tensors["text_output"]).decode()))
         if final:
             self.finals.append(request.client_id)
@@ -240,3 +242,38 @@ def test_everyone_is_asked_in_turn_and_the_cancelled_are_ended_once(make: Callab
     assert sorted(run.server.asked[:5]) == ["0", "1", "2", "3", "4"]
     assert sorted(run.server.asked[5:13]) == ["0", "0", "1", "1", "2", "2", "4", "4"]
     assert run.server.sent == [("3", "CANCELLED")]
+
+
+def test_a_queued_request_of_150_is_ended_within_200_ms_of_its_cancellation_while_32_stream(
+    make: Callable[..., Run],
+) -> None:
+    """With a response and a question as dear as measured on a server, and a sender that is always behind."""
+    run = make()
+    run.server.sending_s, run.server.asking_s = 0.0006, 0.00005
+    streams = [run.open(f"s{number}") for number in range(32)]
+    queued = [run.open(f"q{number}") for number in range(118)]
+    over = threading.Event()
+
+    def generate() -> None:
+        while not over.wait(0.02):
+            for stream in streams:
+                run.put(stream, "x")
+
+    engine = threading.Thread(target=generate)
+    engine.start()
+    try:
+        waits_s = []
+        for number, request in enumerate(queued[::8]):
+            time.sleep(0.013 * (number % 5))  # somewhere in a round
+            cancelled_s = time.monotonic()
+            run.server.cancelled.add(request.client_id)
+            while run.outbox.is_open(request):
+                assert time.monotonic() - cancelled_s < TIMEOUT_S
+                time.sleep(0.001)
+            waits_s.append(time.monotonic() - cancelled_s)
+    finally:
+        over.set()
+        engine.join()
+    assert len(waits_s) == 15
+    assert max(waits_s) < 0.2
+    assert run.server.finals == [request.client_id for request in queued[::8]]

@@ -1,13 +1,17 @@
 """The engine's numbers under vLLM's names, and a server that has no place for them."""
 
+import logging
+import threading
 import time
 
 import pytest
 
 from fakes import FakeTriton, LoadedModel
-from octavo.engine.metrics import EngineStats
-from octavo.request import SamplingParams
+from octavo.engine.metrics import EngineStats, Step
+from octavo.request import RequestStats, SamplingParams, TextDelta
 from octavo.serving.codec import Returns
+from octavo.serving.metric_tables import REQUEST_HISTOGRAMS, STEP_HISTOGRAMS
+from octavo.serving.metrics_thread import MetricsThread
 from octavo.serving.outbox import OpenRequest
 from octavo.serving.reply import Reply
 from octavo.serving.triton_metrics import TritonMetrics
@@ -20,12 +24,15 @@ def stats(**changes: object) -> EngineStats:
         "num_blocks": 40,
         "num_used_blocks": 10,
         "num_cached_blocks": 5,
+        "block_size": 16,
         "prompt_tokens_total": 100,
         "cached_prompt_tokens_total": 16,
         "generation_tokens_total": 50,
         "preemptions_total": 1,
         "prefix_queries_total": 80,
         "prefix_hits_total": 16,
+        "steps_total": 9,
+        "step_s_total": 0.5,
         "requests_finished": {"stop": 4, "length": 2},
     }
     return EngineStats(**{**values, **changes})  # type: ignore[arg-type]
@@ -43,25 +50,58 @@ def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
         ready=False,
         num_coalesced=7,
     )
-    values = {name: metric.value for (name, _), metric in triton.metrics.items() if not metric.observed}
-    assert {name: values[name] for name in values if not name.endswith("seconds")} | {
-        "vllm:request_success_total": 0
-    } == {
+    values = {
+        name: metric.value
+        for (name, labels), metric in triton.metrics.items()
+        if {label for label, _ in labels} <= {"model", "version", "instance"} and not metric.observed
+    }
+    histograms = {series.name for series in (*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS)}
+    assert {name: value for name, value in values.items() if name not in histograms} == {
         "vllm:num_requests_running": 0,
         "vllm:num_requests_waiting": 3,
         "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:gpu_cache_usage_perc": 0.25,
+        "octavo:kv_blocks": 40,
+        "octavo:kv_blocks_used": 10,
+        "octavo:kv_blocks_cached": 5,
+        "octavo:prefix_cache_hit_rate": 0.2,
         "octavo:ready": 0,
         "octavo:coalesced_responses_total": 7,
+        "octavo:steps_total": 9,
+        "octavo:step_seconds_total": 0.5,
         "vllm:prompt_tokens_total": 100,
         "vllm:generation_tokens_total": 70,
         "vllm:num_preemptions_total": 1,
         "vllm:prefix_cache_queries_total": 80,
         "vllm:prefix_cache_hits_total": 16,
-        "vllm:request_success_total": 0,
     }
     for reason, count in {"stop": 5, "length": 2, "abort": 1, "error": 0}.items():
         metric = triton.metric("vllm:request_success_total", model="llm", version="1", finished_reason=reason)
         assert metric.value == count
+
+
+def test_load_balancers_find_blocks_and_queue_by_the_names_they_know(triton: FakeTriton) -> None:
+    make(triton).update(stats(), ready=True, num_coalesced=0)
+    blocks = {"max": 40, "used": 10, "free": 30, "tokens_per": 16, "fraction": 0.25}
+    for kind, value in blocks.items():
+        metric = triton.metric(
+            "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind, model="llm", version="1"
+        )
+        assert metric.value == value
+    for kind, value in {"waiting": 3, "scheduled": 2}.items():
+        metric = triton.metric("nv_trt_llm_request_metrics", request_type=kind, model="llm", version="1")
+        assert metric.value == value
+
+
+def test_steps_are_observed_and_of_many_a_sample(triton: FakeTriton) -> None:
+    metrics = make(triton)
+    metrics.update(stats(), True, 0, [Step(0.25, 7, 1), Step(0.5, 3, 3)])
+    assert triton.metric("octavo:step_time_seconds", model="llm").observed == [0.25, 0.5]
+    assert triton.metric("vllm:iteration_tokens_total", version="1").observed == [7, 3]
+    assert triton.metric("octavo:batch_size").observed == [1, 3]
+    metrics.update(stats(), True, 0, [Step(1, number, 1) for number in range(1000)])
+    sampled = triton.metric("vllm:iteration_tokens_total").observed[2:]
+    assert sampled == list(range(9, 1000, 10))
 
 
 def test_instances_share_counters_and_have_gauges_of_their_own(triton: FakeTriton) -> None:
@@ -83,6 +123,32 @@ def test_latencies_of_a_request(triton: FakeTriton) -> None:
     assert triton.metric("vllm:time_to_first_token_seconds").observed == [pytest.approx(1)]
     assert triton.metric("vllm:time_per_output_token_seconds").observed == [pytest.approx(1 / 4)]
     assert triton.metric("vllm:e2e_request_latency_seconds").observed == [pytest.approx(3, abs=0.5)]
+    assert triton.metric("vllm:request_generation_tokens").observed == [10]
+    assert triton.metric("vllm:request_params_n").observed == [2]
+    assert triton.metric("vllm:request_queue_time_seconds").observed == [], "nobody measured it"
+
+
+def test_where_a_requests_time_went_and_what_it_asked_for(triton: FakeTriton) -> None:
+    metrics = make(triton)
+    request = OpenRequest("r", None)  # type: ignore[arg-type]
+    request.reply = Reply(SamplingParams(n=2, best_of=3, max_tokens=40), Returns(), stream=True)
+    times = RequestStats(queue_s=0.5, prefill_s=1.0, decode_s=2.0, cached_prompt_tokens=0, preemptions=0)
+    request.reply.add(TextDelta("r", num_prompt_tokens=12, stats=times, request_finished=True))
+    request.count_tokens(1)
+    metrics.observe(request)
+    expected = {
+        "vllm:request_queue_time_seconds": 0.5,
+        "vllm:request_prefill_time_seconds": 1.0,
+        "vllm:request_decode_time_seconds": 2.0,
+        "vllm:request_inference_time_seconds": 3.0,
+        "vllm:request_prompt_tokens": 12,
+        "vllm:request_params_n": 2,
+        "vllm:request_params_best_of": 3,
+        "vllm:request_params_max_tokens": 40,
+    }
+    assert {name: triton.metric(name).observed for name in expected} == {
+        name: [value] for name, value in expected.items()
+    }
 
 
 def test_one_token_has_no_time_between_tokens_and_none_no_first(triton: FakeTriton) -> None:
@@ -100,7 +166,7 @@ def test_a_server_without_histograms_gets_the_rest(triton: FakeTriton) -> None:
     del triton.module.MetricFamily.HISTOGRAM
     metrics = make(triton)
     metrics.update(stats(), ready=True, num_coalesced=0)
-    assert not any(name.endswith("seconds") for name, _ in triton.metrics)
+    assert not any("_seconds" in name and "total" not in name for name, _ in triton.metrics)
     assert triton.metric("octavo:ready").value == 1
 
 
@@ -111,6 +177,31 @@ def test_a_server_without_metrics_costs_one_log_line(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records] == [
         "no metrics of the engine: this server has no custom metrics"
     ]
+
+
+def test_metrics_that_the_operator_does_not_want_cost_one_log_line(
+    triton: FakeTriton, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        metrics = TritonMetrics(triton.module.MetricFamily, "llm", "1", "llm_0_0", reported=False)
+    metrics.update(stats(), ready=True, num_coalesced=0)
+    assert [record.message for record in caplog.records] == [
+        "no metrics of the engine: the parameter REPORT_CUSTOM_METRICS says so"
+    ]
+    assert triton.metrics == {}
+
+
+def test_what_is_put_is_written_in_order_and_a_failure_stops_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread, written = MetricsThread(), []
+    thread.put(lambda: written.append(1))
+    thread.put(lambda: 1 / 0)
+    thread.put(lambda: written.append(threading.current_thread().name))
+    thread.start()
+    thread.stop(5)
+    assert written == [1, "octavo-metrics"]
+    assert [record.message for record in caplog.records] == ["updating the metrics failed"]
 
 
 def test_metrics_that_are_switched_off_cost_one_log_line(caplog: pytest.LogCaptureFixture) -> None:

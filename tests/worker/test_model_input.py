@@ -51,6 +51,32 @@ def test_a_mixed_batch() -> None:
     assert batch.block_tables.dtype == batch.context_lens.dtype == batch.query_start.dtype == torch.int32
 
 
+def test_the_rows_of_prompt_logprobs_come_after_those_that_are_sampled_from() -> None:
+    asks = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, num_prompt_logprobs=1)
+    rows = Rows()
+    plan = StepPlan(
+        step_id=1,
+        slices=(
+            Slice(1, 0, 3, 0, (0,)),
+            Slice(2, 0, 2, 0, (1,), (2,)),
+            Slice(3, 0, 4, 0, (2,), (3,)),
+        ),
+        new=(
+            NewSequence(1, (10, 11, 12, 13, 14), 5, asks),
+            NewSequence(2, (20, 21), 2, SAMPLING),
+            NewSequence(3, (30, 31, 32, 33), 3, asks),  # the last token was generated before a preemption
+        ),
+    )
+    rows.apply(plan)
+    step = build_step(rows, plan, LAYOUTS)
+    assert step.seq_ids == (2, 3)
+    assert step.inputs.sample_rows.tolist() == [4, 8, 0, 1, 2, 5, 6]
+    assert [(part.seq_id, part.token_ids.tolist()) for part in step.prompt_parts] == [
+        (1, [11, 12, 13]),
+        (3, [31, 32]),
+    ]
+
+
 def test_a_step_in_which_nobody_samples() -> None:
     rows = make_rows()
     step = build_step(rows, StepPlan(step_id=2, slices=(Slice(1, 0, 6),)), LAYOUTS)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.protocol import RowSampling
 from octavo.worker import sampler
+from octavo.worker.logit_edits import LogitEdits
 from octavo.worker.sampler import SETTINGS, SampleBatch, Samples, settings_of, uniforms
 from octavo_kernels import ops
 
@@ -36,10 +37,14 @@ def sample(logits: Tensor, batch: SampleBatch) -> Samples:
 def batch_of(
     samplings: list[RowSampling],
     positions: list[int] | None = None,
-    forbidden: Mapping[int, tuple[int, ...]] | None = None,
+    edits: Mapping[int, LogitEdits] | None = None,
 ) -> SampleBatch:
     settings = np.array([settings_of(s) for s in samplings], SETTINGS)
-    return SampleBatch(settings, np.array(positions or [0] * len(samplings)), forbidden or {})
+    return SampleBatch(settings, np.array(positions or [0] * len(samplings)), edits or {})
+
+
+def forbidding(*token_ids: int) -> LogitEdits:
+    return LogitEdits(forbidden=np.array(token_ids))
 
 
 def sampling(temperature: float = 1.0, seed: int = 0, num_logprobs: int | None = None) -> RowSampling:
@@ -75,6 +80,48 @@ def test_frequencies_with_everything_on(by: str) -> None:
     assert observed[~kept].sum() == 0
     chi_square = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
     freedom = kept.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom), chi_square
+
+
+def test_frequencies_with_edited_logits() -> None:
+    """Chi-square against the distribution that the definitions give, written down token by token."""
+    count = 20000
+    logits = logits_for(1, seed=5).bfloat16()
+    prompt, output = [3, 4, 5, 6], [5, 5, 5, 8, 9, 9]
+    by_hand = logits[0].double().tolist()
+    by_hand[11] += 3.5
+    by_hand[5] -= 4.0
+    for token in {*prompt, *output}:
+        by_hand[token] = by_hand[token] / 1.7 if by_hand[token] > 0 else by_hand[token] * 1.7
+    for token in set(output):
+        by_hand[token] -= 0.6 * output.count(token) + 0.9
+    del by_hand[40:]  # 0 to 39 are allowed
+    by_hand[12] = -np.inf
+    expected = (torch.tensor(by_hand).double() / 1.4).softmax(0).numpy() * count
+
+    seen = np.array(sorted({*prompt, *output}))
+    edits = LogitEdits(
+        biased=np.array([11, 5]),
+        biases=np.array([3.5, -4.0], np.float32),
+        seen=seen,
+        counts=np.array([output.count(token) for token in seen], np.float32),
+        repetition=1.7,
+        frequency=0.6,
+        presence=0.9,
+        allowed=np.arange(40),
+        forbidden=np.array([12]),
+    )
+    samplings = [sampling(1.4, seed=seed) for seed in range(count)]
+    drawn = sample(logits.expand(count, -1), batch_of(samplings, edits=dict.fromkeys(range(count), edits)))
+    assert drawn.usable.all()
+    observed = np.bincount(drawn.token_ids, minlength=VOCAB)
+    assert observed[40:].sum() == observed[12] == 0
+    often = expected >= 5  # the rest in one bin, as the test wants no bin of a few
+    bins = np.append(expected[often], expected[~often].sum())
+    found = np.append(observed[:40][often], observed[:40][~often].sum())
+    chi_square = ((found - bins) ** 2 / np.maximum(bins, 1e-9)).sum()
+    assert 10 < len(bins) < 40
+    freedom = len(bins) - 1
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom), chi_square
 
 
@@ -155,13 +202,33 @@ def test_forbidden_tokens_are_not_sampled(temperature: float) -> None:
     best = logits.argmax(-1).tolist()
     logits[0, best[0]] = 30.0
     samplings = [sampling(temperature, num_logprobs=1)] * 2
-    drawn = sample(logits, batch_of(samplings, forbidden={0: (best[0], 10**6)}))
+    drawn = sample(logits, batch_of(samplings, edits={0: forbidding(best[0], 10**6)}))
     assert drawn.token_ids[0] != best[0]
     assert drawn.logprobs[0].token_ids[1] == best[0]  # log-probabilities are of the untouched distribution
     assert sample(logits, batch_of(samplings)).token_ids[0] == best[0]
     assert logits[0, best[0]] == 30.0
-    everything = sample(logits, batch_of(samplings, forbidden={1: tuple(range(VOCAB))}))
+    everything = sample(logits, batch_of(samplings, edits={1: forbidding(*range(VOCAB))}))
     assert everything.usable.tolist() == [True, False]
+
+
+def test_edits_of_one_row_leave_the_tokens_of_others_alone() -> None:
+    """Edited batches are sampled in float32, from all logits: neither may tell."""
+    count = 300
+    logits = logits_for(count, seed=4).bfloat16()
+    samplings = [
+        RowSampling([0.0, 0.8, 1.5][i % 3], [0, 3, 9][i // 3 % 3], 1.0 - 0.2 * (i % 2), 0.0, i)
+        for i in range(count)
+    ]
+    plain = sample(logits, batch_of(samplings)).token_ids
+    best = logits.float().argmax(-1).tolist()
+    edits = {i: forbidding(best[i]) for i in range(0, count, 7)}
+    beside = sample(logits, batch_of(samplings, edits=edits)).token_ids
+    others = [i for i in range(count) if i not in edits]
+    assert beside[others].tolist() == plain[others].tolist()
+    assert all(beside[i] != best[i] for i in edits)
+    for i in edits:
+        alone = sample(logits[i : i + 1], batch_of([samplings[i]], edits={0: edits[i]}))
+        assert alone.token_ids[0] == beside[i]
 
 
 def test_logprobs_are_those_of_torch() -> None:
@@ -188,6 +255,22 @@ def test_logprobs_are_those_of_torch() -> None:
         assert logprobs.logprobs == pytest.approx(wanted, abs=1e-5)
 
 
+def test_the_best_token_is_told_even_at_zero_logprobs_where_another_was_drawn() -> None:
+    logits = logits_for(40, seed=2)
+    drawn = sample(logits, batch_of([sampling(3.0, seed=i, num_logprobs=0) for i in range(40)]))
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    best = logits.argmax(-1).tolist()
+    kinds = set()
+    for row, token in enumerate(drawn.token_ids.tolist()):
+        entry = drawn.logprobs[row]
+        rank = 1 + int((expected[row] > expected[row, token]).sum())
+        assert entry.token_ids == ((token,) if token == best[row] else (token, best[row]))
+        assert entry.ranks == ((1,) if token == best[row] else (rank, 1))
+        assert entry.logprobs == pytest.approx(expected[row, list(entry.token_ids)].tolist(), abs=1e-5)
+        kinds.add(len(entry.token_ids))
+    assert kinds == {1, 2}
+
+
 def test_more_logprobs_than_tokens() -> None:
     drawn = sample(torch.tensor([[0.0, 1.0, 2.0]]), batch_of([sampling(0.0, num_logprobs=20)]))
     assert drawn.logprobs[0].token_ids == (2, 1, 0)
@@ -211,7 +294,7 @@ def test_all_logits_are_only_computed_where_a_row_needs_them() -> None:
         sampler.sample(head, logits_for(len(samplings)), batch_of(samplings))
         assert head.num_whole == whole, samplings
     head = Identity()
-    sampler.sample(head, logits_for(1), batch_of([greedy], forbidden={0: (3,)}))
+    sampler.sample(head, logits_for(1), batch_of([greedy], edits={0: forbidding(3)}))
     assert head.num_whole == 1
 
 

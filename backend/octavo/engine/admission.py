@@ -1,52 +1,64 @@
 """The waiting line: who is next, and whether it may start now. Owned by the scheduler, torch-free.
 
-The order is `Sequence.rank`. The head of the line is never overtaken, so nobody starves within a priority.
+The order is that of the `WaitingLine`. Its head is never overtaken.
 """
 
-from bisect import insort
 from collections.abc import Callable
-from operator import attrgetter
 
 from octavo.engine.block_manager import Allocation, BlockManager
 from octavo.engine.sequence import Sequence
-
-_rank = attrgetter("rank")
+from octavo.engine.waiting_line import WaitingLine
 
 
 class Admission:
     """`watermark` is the share of blocks that an admission leaves free for running sequences to grow into;
     without it a newcomer would take the last block and be preempted a step later."""
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, watermark: float = 0.01) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        line: WaitingLine,
+        watermark: float = 0.01,
+    ) -> None:
         self._blocks = block_manager
         self._max_num_seqs = max_num_seqs
         self._reserve = max(1, int(watermark * block_manager.num_blocks))
-        self._waiting: list[Sequence] = []
+        self._line = line
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     def add(self, seq: Sequence) -> None:
-        insort(self._waiting, seq, key=_rank)
+        self._line.add(seq)
 
     def remove(self, dropped: Callable[[Sequence], bool]) -> None:
-        self._waiting = [seq for seq in self._waiting if not dropped(seq)]
+        self._line.remove(dropped)
 
-    def take(self, running: list[Sequence], most_tokens: int | None = None) -> Sequence | None:
-        """The head of the line if it has a seat and blocks, removed from the line; else None.
+    def take(
+        self, running: list[Sequence], most_tokens: int | None = None, most_sequences: int | None = None
+    ) -> Sequence | None:
+        """The head of the line if its team has seats and blocks, removed from the line; else None.
 
         A sequence takes seats for the children that will fork off it, so that a fork always succeeds.
-        One with more than `most_tokens` stays in line (for when it cannot be computed in chunks).
+        One with more than `most_tokens` stays in line (for when it cannot be computed in chunks; beams that
+        resume together can always be, since together they may have more tokens than any step). So does a team
+        of more than `most_sequences`.
         """
-        if not self._waiting:
+        head = self._line.head()
+        if head is None:
             return None
-        head = self._waiting[0]
-        if most_tokens is not None and head.num_tokens > most_tokens:
+        team = head.team
+        if most_tokens is not None and head.num_tokens > most_tokens and len(team) == 1:
             return None
-        seats = sum(1 + len(seq.children) for seq in running) + 1 + len(head.children)
+        if most_sequences is not None and len(team) > most_sequences:
+            return None
+        seats = sum(1 + len(seq.children) for seq in (*running, *team))
         if seats > self._max_num_seqs:
             return None
         # With nobody running there is nobody to keep a reserve for.
-        if self._blocks.can_allocate(head, self._reserve if running else 0) is not Allocation.NOW:
+        reserve = self._reserve if running else 0
+        reserve += sum(map(self._blocks.num_missing_blocks, team[1:]))
+        if self._blocks.can_allocate(head, reserve) is not Allocation.NOW:
             return None
-        return self._waiting.pop(0)
+        return self._line.take()

@@ -13,7 +13,7 @@ The free list is ordered by who is evicted first: blocks that hold nothing reusa
 last use, the tail of a sequence before its head, so that a shared prefix outlives what followed it.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -77,8 +77,13 @@ class BlockManager:
         total = self.blocks_for(seq.num_tokens)
         if total > self.num_blocks:
             return Allocation.NEVER
+        fits = self.num_missing_blocks(seq) + reserve <= len(self._free)
+        return Allocation.NOW if fits else Allocation.LATER
+
+    def num_missing_blocks(self, seq: Sequence) -> int:
+        """How many blocks `allocate` would take off the free list, at most: others may bring in a prefix."""
         in_use = sum(self._ref_counts[block_id] > 0 for block_id in self._cached_prefix(seq))
-        return Allocation.NOW if total - in_use + reserve <= len(self._free) else Allocation.LATER
+        return self.blocks_for(seq.num_tokens) - in_use
 
     def allocate(self, seq: Sequence) -> int:
         """Gives a waiting sequence blocks for all its tokens, cached ones first.
@@ -120,6 +125,22 @@ class BlockManager:
         table.extend(self._take() for _ in range(missing))
         seq.num_writable_tokens = len(table) * self.block_size
         return Appended(first, tuple(table[first:]), copy)
+
+    def can_append(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether `append` would find room for the next token of all of these that have one to compute."""
+        missing = 0
+        writers: Counter[int] = Counter()  # by block
+        for seq in sequences:
+            start = seq.num_computed_tokens
+            if seq.num_writable_tokens <= start < seq.num_tokens:
+                index = start // self.block_size
+                if index < len(seq.block_table):
+                    writers[seq.block_table[index]] += 1
+                else:
+                    missing += 1
+        # Whoever writes last to a block that was shared keeps it.
+        copies = sum(min(count, self._ref_counts[block_id] - 1) for block_id, count in writers.items())
+        return missing + copies <= len(self._free)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of the parent; whoever writes first gets a copy."""
@@ -200,7 +221,7 @@ class BlockManager:
             self._hashes[block_id] = None
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        if not self._caching:
+        if not self._caching or seq.needs_whole_prompt:
             return []
         usable = (seq.num_tokens - 1) // self.block_size
         self._extend_hashes(seq, usable)

@@ -7,26 +7,28 @@ into text. Where the executor computes by itself, that happens while it does:
 
 One that computes on this thread does so in `collect`: no token waits for the step after its own.
 One thread at a time may call `add`, `abort` and `step`: the loop's thread, or the caller of
-`generate`. `make_request` and `stats` may be called from any thread.
+`generate`. `make_request`, `stats` and `steps` are for any thread.
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
 from octavo.config import EngineConfig, resolve
+from octavo.engine.bad_words import bad_word_ids
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.delivery import Delivery
-from octavo.engine.metrics import EngineStats
+from octavo.engine.metrics import EngineStats, StepLog
 from octavo.engine.offline import Completion, generate
 from octavo.engine.scheduler import Scheduler, SequenceOutput
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import Cancelled, InvalidArgument, OctavoError, PromptTooLong, StepFailed
+from octavo.errors import Cancelled, DeadlineExceeded, InvalidArgument, OctavoError, PromptTooLong, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.protocol import StepPlan
-from octavo.request import Request, SamplingParams, Sink
+from octavo.request import PoolingParams, Request, SamplingParams, Sink
 from octavo.weights.loader import open_checkpoint
 from octavo.worker.executor import LocalExecutor
 
@@ -50,12 +52,13 @@ class Engine:
         self._blocks = BlockManager(
             self._executor.num_blocks, config.block_size, config.enable_prefix_caching
         )
-        eos = self.tokenizer.eos_token_ids or self.model_config.eos_token_ids
-        self._scheduler = Scheduler(config, self._blocks, eos)
+        self._eos = self.tokenizer.eos_token_ids or self.model_config.eos_token_ids
+        self._scheduler = Scheduler(config, self._blocks, self._eos)
         self._deliveries: dict[str, Delivery] = {}  # by request id
         self._by_sequence: dict[int, Delivery] = {}
         self._undelivered: list[SequenceOutput] = []  # of the last step
         self._finished: Counter[str] = Counter()
+        self.steps = StepLog()
         log.info("%s", self.describe())
 
     def describe(self) -> str:
@@ -91,31 +94,75 @@ class Engine:
         priority: int = 0,
         cumulative_logprob: bool = False,
         cache_salt: str | None = None,
+        tenant: str | None = None,
+        arrived_s: float | None = None,
+        embed: PoolingParams | None = None,
     ) -> Request:
-        """Tokenises and checks a prompt. Raises `InvalidArgument`, `PromptTooLong`. Any thread."""
+        """Tokenises and checks a prompt, which is embedded instead of continued if `embed` says how.
+        `arrived_s`, of `time.monotonic()`, is now if it is None. Any thread.
+
+        Raises `InvalidArgument`, `PromptTooLong`.
+        """
+        if arrived_s is None:
+            arrived_s = time.monotonic()
         params = params or SamplingParams()
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         self._scheduler.check(len(ids), params)
+        self._check_vocabulary(ids, params)
+        most = self.model_config.hidden_size
+        if embed and embed.dimensions is not None and not 1 <= embed.dimensions <= most:
+            raise InvalidArgument(f"'dimensions' is {embed.dimensions}; allowed: 1 to {most}")
+        return Request(
+            id,
+            tuple(map(int, ids)),
+            params,
+            priority,
+            cumulative_logprob,
+            cache_salt,
+            tenant,
+            arrived_s,
+            bad_word_ids(self.tokenizer, params.bad_words),
+            embed,
+        )
+
+    def _check_vocabulary(self, ids: Items[int], params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
-        for name, tokens in (("input_ids", ids), ("stop_token_ids", params.stop_token_ids)):
+        named = {
+            "input_ids": ids,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": tuple(params.logit_bias),
+        }
+        for name, tokens in named.items():
             bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if bad is not None:
                 raise InvalidArgument(f"'{name}' holds {bad}; allowed: 0 to {vocab_size - 1}")
-        return Request(id, tuple(map(int, ids)), params, priority, cumulative_logprob, cache_salt)
+        num_allowed = len(params.allowed_token_ids or ())
+        if num_allowed > vocab_size:
+            raise InvalidArgument(
+                f"'allowed_token_ids' has {num_allowed} ids; the vocabulary has {vocab_size}"
+            )
+        num_ends = len(params.stop_token_ids) + len(self._eos)
+        if params.use_beam_search and params.num_sequences + num_ends > vocab_size:
+            raise InvalidArgument(
+                f"a beam search of width {params.num_sequences} needs as many tokens that do not end it; the "
+                f"vocabulary has {vocab_size}, and up to {num_ends} are stop tokens: lower 'beam_width'"
+            )
 
     @property
     def has_work(self) -> bool:
         """Whether anyone waits for an answer: tokens to compute, or computed ones to deliver."""
         return bool(self._deliveries)
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink, on_start: Callable[[], None] | None = None) -> None:
         """Puts a request in line. `sink` is called from `step`, must not block, and ends with one delta that
-        has `request_finished`. Raises `InvalidArgument`; then the sink is never called."""
+        has `request_finished`; `on_start` is called when the first step begins, if one ever does. Raises
+        `InvalidArgument`; then neither is ever called."""
         if request.id in self._deliveries:
             raise InvalidArgument(f"a request with id '{request.id}' is already here")
         seq_ids = [seq.id for seq in self._scheduler.add(request)]
         try:
-            delivery = Delivery(request, sink, self.tokenizer, seq_ids)
+            delivery = Delivery(request, sink, self.tokenizer, seq_ids, on_start)
         except Exception:
             self._scheduler.finish(*seq_ids)
             raise
@@ -128,7 +175,8 @@ class Engine:
         if delivery is None:
             return False
         self._forget(delivery)
-        self._finished["error" if error else "abort"] += 1
+        gave_up = error is None or isinstance(error, (Cancelled, DeadlineExceeded))
+        self._finished["abort" if gave_up else "error"] += 1
         delivery.fail(error or Cancelled("the request was cancelled"))
         return True
 
@@ -154,6 +202,8 @@ class Engine:
         if plan is None:
             self._deliver_outputs()
             return False
+        self._note_entries(plan)
+        self.steps.begin(plan.num_tokens, len(plan.slices))
         try:
             self._executor.submit(plan)
             try:
@@ -164,6 +214,8 @@ class Engine:
             self._deliver_outputs()
             self._fail(plan, error)
             return True
+        finally:
+            self.steps.end()
         self._undelivered = self._scheduler.update(plan, result)
         return True
 
@@ -175,12 +227,15 @@ class Engine:
             num_blocks=self._blocks.num_blocks,
             num_used_blocks=self._blocks.num_used_blocks,
             num_cached_blocks=self._blocks.num_cached_blocks,
+            block_size=self._blocks.block_size,
             prompt_tokens_total=counters.prompt_tokens,
             cached_prompt_tokens_total=counters.cached_prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
             preemptions_total=counters.preemptions,
             prefix_queries_total=counters.prefix_queries,
             prefix_hits_total=counters.prefix_hits,
+            steps_total=self.steps.num_steps,
+            step_s_total=self.steps.duration_s,
             requests_finished=dict(self._finished),
         )
 
@@ -224,6 +279,13 @@ class Engine:
         if reason and delivery.finished:
             self._forget(delivery)
             self._finished[reason] += 1
+
+    def _note_entries(self, plan: StepPlan) -> None:
+        """Tells the timelines of those that this step admits. Their slices come last, in the same order."""
+        if plan.new:
+            for new, piece in zip(plan.new, plan.slices[-len(plan.new) :], strict=True):
+                assert new.seq_id == piece.seq_id
+                self._by_sequence[new.seq_id].timeline.enter_batch(piece.start)
 
     def _fail(self, plan: StepPlan, error: StepFailed) -> None:
         log.error("step %d failed: %s", plan.step_id, error, exc_info=error)

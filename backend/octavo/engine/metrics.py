@@ -1,6 +1,15 @@
-"""A snapshot of the engine in numbers, for whoever exports metrics. Any thread may take one."""
+"""The engine in numbers, for whoever exports metrics or watches its health.
 
+`EngineStats` is a snapshot that any thread may take. `StepLog` is written by the engine's thread alone; one
+other thread may take what it holds.
+"""
+
+import time
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
+
+_MOST_STEPS = 4096  # kept until somebody takes them; of more, the oldest are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,10 +21,55 @@ class EngineStats:
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    block_size: int
     prompt_tokens_total: int
     cached_prompt_tokens_total: int
     generation_tokens_total: int
     preemptions_total: int
     prefix_queries_total: int
     prefix_hits_total: int
+    steps_total: int
+    step_s_total: float
     requests_finished: dict[str, int]  # by how they ended: stop, length, abort, error
+
+
+class Step(NamedTuple):
+    """One step that is done, or that failed."""
+
+    duration_s: float
+    num_tokens: int
+    num_sequences: int
+
+
+class StepLog:
+    """`begin` and `end` around every step of the engine."""
+
+    def __init__(self) -> None:
+        self._done: deque[Step] = deque(maxlen=_MOST_STEPS)
+        self._current: tuple[float, int, int] | None = None  # since when, tokens, sequences
+        self.num_steps = 0
+        self.duration_s = 0.0  # of all of them
+
+    def begin(self, num_tokens: int, num_sequences: int) -> None:
+        self._current = time.monotonic(), num_tokens, num_sequences
+
+    def end(self) -> None:
+        assert self._current is not None, "no step has begun"
+        since_s, num_tokens, num_sequences = self._current
+        self._current = None
+        step = Step(time.monotonic() - since_s, num_tokens, num_sequences)
+        self._done.append(step)
+        self.num_steps += 1
+        self.duration_s += step.duration_s
+
+    def running_s(self) -> float:
+        """How long the step that is under way has taken; 0 between two. Any thread."""
+        current = self._current
+        return 0.0 if current is None else time.monotonic() - current[0]
+
+    def take(self) -> list[Step]:
+        """Those that ended since the last call, in order."""
+        steps = []
+        while self._done:
+            steps.append(self._done.popleft())
+        return steps

@@ -34,6 +34,8 @@ class Completion:
     prompt: str | Sequence[int]
     prompt_token_ids: tuple[int, ...]
     outputs: list[Output]
+    # With `SamplingParams.prompt_logprobs`: for each prompt token, itself first; None for the first of them.
+    prompt_logprobs: tuple[tuple[Logprob, ...] | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -71,7 +73,9 @@ def generate(
         if delta.error:
             errors.append(delta.error)
             return
-        output = by_id[delta.request_id].outputs[delta.index]
+        completion = by_id[delta.request_id]
+        completion.prompt_logprobs = completion.prompt_logprobs or delta.prompt_logprobs
+        output = completion.outputs[delta.index]
         output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.logprobs.extend(delta.logprobs)

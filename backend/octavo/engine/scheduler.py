@@ -12,22 +12,24 @@ import random
 from array import array
 from bisect import insort
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.engine.admission import Admission
+from octavo.engine.beam_search import BeamGroup, check_room
 from octavo.engine.block_manager import Appended, BlockManager
+from octavo.engine.draft import Draft
+from octavo.engine.embedding import embedding_of
+from octavo.engine.row_sampling import ask_for_prompt_logprobs, row_sampling, take_prompt_logprobs
 from octavo.engine.sequence import Sequence
+from octavo.engine.waiting_line import FairLine, RankedLine, WaitingLine
 from octavo.errors import InvalidArgument, PromptTooLong
 from octavo.protocol import (
-    BlockCopy,
-    Fork,
     NewSequence,
-    RowSampling,
+    PooledPrompt,
     SequenceResult,
-    Slice,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -47,6 +49,8 @@ class SequenceOutput(NamedTuple):
     finish_reason: FinishReason | None
     stopped_by_token: bool = False  # the last token is an EOS or stop token: it has no text
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # beside the first token, where wanted; see `Sequence`
+    embedding: tuple[float, ...] | None = None  # of a prompt that was to become one
 
 
 @dataclass(slots=True)
@@ -61,18 +65,6 @@ class Counters:
     prefix_hits: int = 0
 
 
-@dataclass(slots=True)
-class _Draft:
-    """The step plan while it is being made. `born` join the running ones when it is done."""
-
-    budget: int  # tokens that are not given out yet
-    slices: list[Slice] = field(default_factory=list)
-    new: list[NewSequence] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    born: list[Sequence] = field(default_factory=list)
-
-
 class Scheduler:
     def __init__(
         self, config: EngineConfig, block_manager: BlockManager, eos_token_ids: Collection[int] = ()
@@ -85,7 +77,10 @@ class Scheduler:
         self._blocks = block_manager
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(config.seed)
-        self._admission = Admission(block_manager, config.max_num_seqs)
+        fair_line = FairLine() if config.fair_scheduling else None
+        self._charge = fair_line.charge if fair_line is not None else None
+        line: WaitingLine = RankedLine() if fair_line is None else fair_line
+        self._admission = Admission(block_manager, config.max_num_seqs, line)
         self._live: dict[int, Sequence] = {}  # all that have not finished, unborn children too
         self._running: list[Sequence] = []  # sorted by rank
         self._dropped: list[int] = []  # rows for the worker to drop with the next plan
@@ -113,13 +108,17 @@ class Scheduler:
                 f"the prompt has {num_prompt_tokens} tokens; max_model_len is {self._max_model_len}, "
                 f"so at most {self._max_model_len - 1} fit beside one new token"
             )
-        if params.n > self._max_num_seqs:
+        if params.num_sequences > self._max_num_seqs:
+            name = "best_of" if params.num_sequences > params.n else "n"
+            name = "beam_width" if params.beam_width is not None else name
             raise InvalidArgument(
-                f"'n' is {params.n}; this server runs at most {self._max_num_seqs} sequences"
+                f"'{name}' is {params.num_sequences}; this server runs at most {self._max_num_seqs} sequences"
             )
+        if params.use_beam_search:
+            check_room(num_prompt_tokens, params, self._max_model_len, self._blocks)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Puts a request in line; returns its n sequences. Raises like `check`."""
+        """Puts a request in line; returns its `num_sequences`. Raises like `check`."""
         params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
         self.check(num_prompt_tokens, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -127,7 +126,7 @@ class Scheduler:
         sequences = []
         stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos)
         masked = tuple(sorted(stop_ids)) if params.min_tokens else ()
-        for index in range(params.n):
+        for index in range(params.num_sequences):
             self._num_sequences += 1
             sequences.append(
                 Sequence(
@@ -135,7 +134,7 @@ class Scheduler:
                     request=request,
                     index=index,
                     arrival=self._num_requests,
-                    sampling=_row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, masked),
+                    sampling=row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, masked),
                     stop_ids=stop_ids,
                     min_length=num_prompt_tokens + params.min_tokens,
                     max_length=min(num_prompt_tokens + params.max_tokens, self._max_model_len),
@@ -143,6 +142,10 @@ class Scheduler:
                 )
             )
         self._live.update((seq.id, seq) for seq in sequences)
+        if params.prompt_logprobs is not None:
+            ask_for_prompt_logprobs(sequences[0], params.prompt_logprobs)
+        if params.use_beam_search:
+            BeamGroup.form(sequences)
         sequences[0].children = sequences[1:]
         self._admission.add(sequences[0])
         self.counters.prompt_tokens += num_prompt_tokens
@@ -150,7 +153,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed."""
-        draft = _Draft(budget=self._budget)
+        draft = Draft(self._budget, self._blocks, self._charge)
         preempted = self._continue_running(draft)
         if not preempted:
             self._admit_waiting(draft)
@@ -160,18 +163,14 @@ class Scheduler:
             return None
         self._num_steps += 1
         dropped, self._dropped = self._dropped, []
-        return StepPlan(
-            step_id=self._num_steps,
-            slices=tuple(draft.slices),
-            new=tuple(draft.new),
-            forks=tuple(draft.forks),
-            copies=tuple(draft.copies),
-            finished=tuple(dropped),
-        )
+        return draft.plan(self._num_steps, dropped)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Takes a step's result: advances, commits and finishes its sequences."""
         live, commit, results = self._live, self._blocks.commit, iter(result.sequences)
+        for part in result.prompt_logprobs:
+            if part.seq_id in live:
+                take_prompt_logprobs(live[part.seq_id], part)
         outputs: list[SequenceOutput] = []
         for slice_id, start, length, _, _, samples in plan.slices:
             for seq_id in samples or (slice_id,):
@@ -184,8 +183,11 @@ class Scheduler:
                     self._blocks.distrust(seq)
                 else:
                     commit(seq)
-                if sampled:
+                if sampled and seq.beams is not None:
+                    outputs.extend(self._take_beam(seq, seq.beams, sampled))
+                elif sampled:
                     outputs.append(self._take_result(seq, sampled))
+        outputs += [self._take_pooled(live[p.seq_id], p) for p in result.pooled if p.seq_id in live]
         self.finish(*[out.seq_id for out in outputs if out.finish_reason or out.error])
         return outputs
 
@@ -214,9 +216,11 @@ class Scheduler:
         running = {seq.id for seq in self._running}
         for seq in self._live.values():
             assert bool(seq.block_table) == (seq.id in running), f"sequence {seq.id}: blocks, but not running"
-            assert seq.num_computed_tokens < seq.num_tokens <= self._max_model_len
+            waits_for_beams = seq.beams is not None and seq.beams.awaits(seq)
+            assert seq.num_computed_tokens < seq.num_tokens + waits_for_beams <= self._max_model_len
+            assert len({member.id in running for member in seq.team}) == 1, f"sequence {seq.id}: lone beams"
 
-    def _continue_running(self, draft: _Draft) -> bool:
+    def _continue_running(self, draft: Draft) -> bool:
         """Gives every running sequence its share of the budget, in order of rank.
 
         When blocks run out, the last in rank is preempted. It is not scheduled yet, so nothing has to be
@@ -229,74 +233,106 @@ class Scheduler:
         draft.budget -= len(running)
         while index < len(running):
             seq = running[index]
+            if seq.beams is not None and seq.index == 0:
+                # All beams get their next token now, or none does.
+                if not self._blocks.can_append(seq.team):
+                    preempted = True
+                    if self._preempt_last(draft) is seq:
+                        return True
+                    continue
+                draft.choices.extend(seq.beams.take_choices())
             length = min(len(seq.token_ids) - seq.num_computed_tokens, 1 + draft.budget)
+            if length == 0:  # a beam that is ahead of the others
+                draft.budget += 1
+                index += 1
+                continue
             while (appended := append(seq, length)) is None:
                 preempted = True
-                draft.budget += 1
-                victim = running.pop()
-                self._preempt(victim)
-                if victim is seq:
+                if self._preempt_last(draft) is seq:
                     return True
             if length > 1:
                 draft.budget -= length - 1
-            self._compute(draft, seq, length, appended)
+            draft.compute(seq, length, appended)
             index += 1
         return preempted
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         while draft.budget > 0 and len(self._admission):
             # Children born in this step hold the seats that their parent kept for them.
             most_tokens = None if self._chunked else draft.budget
-            seq = self._admission.take(self._running + draft.born, most_tokens)
-            if seq is None:
+            head = self._admission.take(self._running + draft.born, most_tokens, draft.budget)
+            if head is None:
                 return
-            seq.num_computed_tokens = self._blocks.allocate(seq)
-            self.counters.prefix_queries += seq.num_tokens
-            self.counters.prefix_hits += seq.num_computed_tokens
-            if seq.num_generated_tokens == 0:
-                self.counters.cached_prompt_tokens += seq.num_computed_tokens
-            draft.new.append(NewSequence(seq.id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.sampling))
-            insort(self._running, seq, key=_rank)
-            length = min(seq.num_uncomputed_tokens, draft.budget)
-            draft.budget -= length
-            self._compute(draft, seq, length, Appended(0, tuple(seq.block_table)))
+            team = head.team
+            draft.budget -= len(team)
+            for seq in team:
+                self._admit(draft, seq)
 
-    def _compute(self, draft: _Draft, seq: Sequence, length: int, appended: Appended) -> None:
-        """Puts the sequence's next `length` tokens into the plan, and its forks once the prompt is done.
+    def _admit(self, draft: Draft, seq: Sequence) -> None:
+        """Starts a sequence that has blocks, a seat, and one token of the budget already."""
+        seq.num_computed_tokens = self._blocks.allocate(seq)
+        self.counters.prefix_queries += seq.num_tokens
+        self.counters.prefix_hits += seq.num_computed_tokens
+        if seq.num_generated_tokens == 0:
+            self.counters.cached_prompt_tokens += seq.num_computed_tokens
+        embed = seq.request.embed
+        pooling = embed.pooling if embed else None
+        draft.new.append(
+            NewSequence(seq.id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.sampling, pooling)
+        )
+        insort(self._running, seq, key=_rank)
+        length = min(seq.num_uncomputed_tokens, 1 + draft.budget)
+        draft.budget -= length - 1
+        draft.compute(seq, length, Appended(0, tuple(seq.block_table)))
 
-        `appended` are the blocks that the worker has not seen: of a new sequence all that it has.
-        """
-        if appended.copy:
-            draft.copies.append(appended.copy)
-        start = seq.num_computed_tokens
-        samples: tuple[int, ...] = ()
-        if start + length == len(seq.token_ids):
-            samples = (seq.id,)
-            if seq.children:
-                samples += self._fork(draft, seq)
-        draft.slices.append(Slice(seq.id, start, length, appended.first_block, appended.block_ids, samples))
-
-    def _fork(self, draft: _Draft, seq: Sequence) -> tuple[int, ...]:
-        """The sequence's prompt is computed: its children run beside it from now on. Returns their ids."""
-        children, seq.children = seq.children, []
-        for child in children:
-            self._blocks.fork(seq, child)
-            draft.forks.append(Fork(seq.id, child.id, child.sampling))
-        draft.born.extend(children)
-        return tuple(child.id for child in children)
+    def _preempt_last(self, draft: Draft) -> Sequence:
+        """The last in rank, with its team: none of them is scheduled yet. Returns the first of the team."""
+        team = self._running[-1].team
+        del self._running[-len(team) :]
+        draft.budget += len(team)
+        self._preempt(team[0])
+        return team[0]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back into line, to be computed anew; its cached blocks make that cheap while nobody takes them."""
-        self._blocks.free(seq)
-        seq.num_computed_tokens = 0
-        self._dropped.append(seq.id)
+        """Back into line, with its team, to be computed anew; blocks still in the cache make that cheap."""
+        for member in seq.team:
+            self._blocks.free(member)
+            member.num_computed_tokens = 0
+            self._dropped.append(member.id)
+        if seq.beams is not None:
+            seq.beams.restart()
         self._admission.add(seq)
         self.counters.preemptions += 1
+
+    def _take_beam(self, seq: Sequence, beams: BeamGroup, result: SequenceResult) -> list[SequenceOutput]:
+        """Nothing until the last beam's result that decides; then the answers, and the search is gone."""
+        if result.error:
+            outputs = [SequenceOutput(seq.id, (), (), None, error=result.error)]
+        else:
+            found = beams.report(seq, result.logprobs[0], self._blocks)
+            if found is None:
+                return []
+            outputs = [
+                SequenceOutput(member.id, h.token_ids, h.logprobs, h.finish_reason, h.finish_reason == "stop")
+                for member, h in zip(beams.members, found, strict=False)
+            ]
+            self.counters.generation_tokens += sum(len(h.token_ids) for h in found)
+        self.finish(*(member.id for member in beams.members))
+        return outputs
+
+    def _take_pooled(self, seq: Sequence, part: PooledPrompt) -> SequenceOutput:
+        assert seq.request.embed is not None
+        embedding = embedding_of(part.vector, seq.request.embed.dimensions)
+        if embedding is None:
+            self._blocks.distrust(seq)
+            return SequenceOutput(seq.id, (), (), None, error="the prompt's hidden states are no numbers")
+        return SequenceOutput(seq.id, (), (), "stop", embedding=embedding)
 
     def _take_result(self, seq: Sequence, result: SequenceResult) -> SequenceOutput:
         assert result.seq_id == seq.id, "results are not in the order of the plan's samples"
         if result.error:
             return SequenceOutput(seq.id, (), (), None, error=result.error)
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         token_ids, logprobs = result.token_ids, result.logprobs
         reason: FinishReason | None = None
         known, by_token = seq.token_ids, False
@@ -308,18 +344,4 @@ class Scheduler:
                 reason = "stop" if by_token else "length"
                 break
         self.counters.generation_tokens += len(token_ids)
-        return SequenceOutput(seq.id, token_ids, logprobs, reason, by_token)
-
-
-def _row_sampling(request: Request, seed: int, stop_ids: tuple[int, ...]) -> RowSampling:
-    params = request.params
-    return RowSampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seed,
-        num_logprobs=0 if request.cumulative_logprob and params.logprobs is None else params.logprobs,
-        min_tokens=params.min_tokens,
-        stop_ids=stop_ids,
-    )
+        return SequenceOutput(seq.id, token_ids, logprobs, reason, by_token, prompt_logprobs=prompt_logprobs)

@@ -2,18 +2,22 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from octavo.protocol import RowSampling
+from octavo.protocol import RowSampling, TokenLogprobs
 from octavo.request import Request
+
+if TYPE_CHECKING:
+    from octavo.engine.beam_search import BeamGroup
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """There is no prefill and no decode: `num_computed_tokens` catches up with `num_tokens`.
 
-    Invariants: `num_computed_tokens < num_tokens` between steps while it runs; while it waits its block
-    table is empty and `num_computed_tokens` is 0. `children` are the request's other sequences until this
-    one's prompt is computed and they fork off it.
+    Invariants: `num_computed_tokens < num_tokens` between steps while it runs (they are equal while a beam
+    waits for the others); while it waits its block table is empty and `num_computed_tokens` is 0. `children`
+    are the request's other sequences until this one's prompt is computed and they fork off it.
     """
 
     id: int
@@ -31,6 +35,9 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as anyone asked
     num_committed_blocks: int = 0  # leading blocks of the table whose hashes are published
     num_writable_tokens: int = 0  # up to here the table has slots, and no other sequence has those to come
+    # Of the prompt's tokens from the second on, as far as they are computed; None: not wanted, or given out.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    beams: "BeamGroup | None" = None  # that it is one of
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +54,23 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether more of them are to come, for which the prompt has to be computed: no cache holds them."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def team(self) -> "tuple[Sequence, ...]":
+        """Who runs and waits together, first in rank first: itself alone, or all beams of a search once they
+        have forked. In line the first stands for all."""
+        return (self,) if self.beams is None else self.beams.team_of(self)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt must be computed, though a cache holds the KV blocks of some."""
+        embed = self.request.embed
+        return self.lacks_prompt_logprobs or (embed is not None and embed.pooling == "mean")
 
     @property
     def rank(self) -> tuple[int, int, int]:

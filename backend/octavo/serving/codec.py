@@ -5,7 +5,7 @@ Pure: plain mappings of name to numpy array come in, so neither Triton nor an en
 deltas to tensors, is `reply`. Used by `tritonserver` (sizes, table) and `intake` (parsing).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import InvalidArgument
-from octavo.request import SAMPLING_NAMES, SamplingParams
-from octavo.serving import strict_json
+from octavo.request import SAMPLING_NAMES, PoolingParams, SamplingParams
+from octavo.serving import embedding_request, request_parameters, strict_json
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -49,10 +49,12 @@ INPUTS = (
     TensorSpec("return_logprobs", "BOOL", 1),
     TensorSpec("return_num_input_tokens", "BOOL", 1),
     TensorSpec("return_num_output_tokens", "BOOL", 1),
-    TensorSpec("embedding_request", "STRING", 1, MAX_JSON_BYTES, supported=False),
+    TensorSpec("embedding_request", "STRING", 1, MAX_PROMPT_BYTES),
     TensorSpec("input_ids", "INT32", -1, MAX_PROMPT_BYTES),
     TensorSpec("messages", "STRING", 1, MAX_PROMPT_BYTES),
     TensorSpec("return_token_ids", "BOOL", 1),
+    TensorSpec("return_request_stats", "BOOL", 1),
+    TensorSpec("return_prompt_logprobs", "BOOL", 1),
     TensorSpec("cancel_request_id", "STRING", 1, MAX_ID_BYTES),
 )
 OUTPUTS = (
@@ -63,16 +65,11 @@ OUTPUTS = (
     TensorSpec("num_input_tokens", "UINT32", 1),
     TensorSpec("num_output_tokens", "UINT32", -1),
     TensorSpec("token_ids", "INT32", -1),
+    TensorSpec("request_stats", "STRING", 1),
+    TensorSpec("prompt_logprobs", "STRING", 1),
 )
 _INPUTS = {spec.name: spec for spec in INPUTS}
 _PROMPTS = ("text_input", "input_ids", "messages")
-
-# Request parameters that Triton's own protocols and clients put there; they are none of ours.
-_RESERVED = frozenset(
-    "id priority timeout sequence_id sequence_start sequence_end headers binary_data_size binary_data_output "
-    "binary_data shared_memory_region shared_memory_byte_size shared_memory_offset classification".split()
-)
-_RESERVED_PREFIX = "triton_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +89,8 @@ class Returns:
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
+    request_stats: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,19 @@ class Generate:
     returns: Returns = Returns()
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """A request to turn a prompt into a vector, answered once by a list of numbers, as JSON, for its text."""
+
+    prompt: str | tuple[int, ...]
+    pooling: PoolingParams
+    returns: Returns = Returns()
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,7 @@ def check_sizes(inputs: Tensors, parameters: str = "") -> int:
     return total
 
 
-def parse(inputs: Tensors, parameters: str = "") -> Generate | Cancel:
+def parse(inputs: Tensors, parameters: str = "") -> Generate | Embed | Cancel:
     """What a request wants. `parameters` are its request parameters, a JSON object or nothing.
 
     Raises `InvalidArgument` for whatever is wrong with it, named.
@@ -146,6 +158,8 @@ def parse(inputs: Tensors, parameters: str = "") -> Generate | Cancel:
             raise InvalidArgument(
                 f"'{spec.name}' is not supported by this version, which does text generation only"
             )
+    if embedding_request.NAME in inputs:
+        return _embed(inputs, parameters)
     prompt = _prompt(inputs)
     stream = bool(_flag(inputs, "stream"))
     exclude = _flag(inputs, "exclude_input_in_output")
@@ -154,13 +168,20 @@ def parse(inputs: Tensors, parameters: str = "") -> Generate | Cancel:
             "'exclude_input_in_output' is false; when 'stream' is true it must be true or unset"
         )
     sampling = _optional_string(inputs, "sampling_parameters")
-    own, other = _request_parameters(parameters)
+    own, other = request_parameters.split(parameters)
     if sampling is None:
         params = SamplingParams.parse(other)
     else:
         for name in other.keys() - SAMPLING_NAMES:
             SamplingParams.parse({name: None})  # says what is wrong with the name
         params = SamplingParams.parse(strict_json.load_object(sampling, "sampling_parameters"))
+    if stream and params.use_beam_search:
+        raise InvalidArgument("a beam search answers once, when it is done; set 'stream' to false")
+    if stream and params.num_sequences > params.n:
+        raise InvalidArgument(
+            f"'best_of' is {params.num_sequences} and 'n' {params.n}: which are the best is not known before "
+            "all are done; set 'stream' to false, or 'best_of' to 'n'"
+        )
     return Generate(
         prompt=prompt,
         params=params,
@@ -181,6 +202,22 @@ def _cancel(inputs: Tensors) -> Cancel:
     if not request_id:
         raise InvalidArgument("'cancel_request_id' is empty; give the id that the client set on the request")
     return Cancel(request_id)
+
+
+def _embed(inputs: Tensors, parameters: str) -> Embed:
+    """What else such a client sends, for it uses one code for all requests, has no meaning here, except a
+    second prompt. A text that is empty is none: Triton wants one where a repository declares it."""
+    others = [name for name in _PROMPTS if name in inputs and (name != "text_input" or _string(inputs, name))]
+    if others:
+        raise InvalidArgument(
+            f"the request has '{embedding_request.NAME}' and '{others[0]}'; what to embed is the "
+            "'input' in the former"
+        )
+    prompt, pooling = embedding_request.parse(_string(inputs, embedding_request.NAME))
+    own, _ = request_parameters.split(parameters)
+    wanted = ("num_input_tokens", "num_output_tokens", "request_stats")
+    returns = Returns(**{name: bool(_flag(inputs, f"return_{name}")) for name in wanted})
+    return Embed(prompt, pooling, returns, **own)
 
 
 def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:
@@ -204,45 +241,6 @@ def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:
             if not isinstance(message.get(key), str):
                 raise InvalidArgument(f"message {position} must have a '{key}' that is a string")
     return Chat(tuple(messages))
-
-
-def _request_parameters(parameters: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits them into what Octavo calls its own (by field of `Generate`) and all that is not reserved."""
-    values = strict_json.load_object(parameters, "request parameters") if parameters else {}
-    own: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in _OWN:
-            field, convert = _OWN[name]
-            own[field] = convert(name, value)
-        elif name.startswith("octavo_"):
-            raise InvalidArgument(f"unknown request parameter '{name[:80]}'; known: {', '.join(_OWN)}")
-        elif name not in _RESERVED and not name.startswith(_RESERVED_PREFIX):
-            rest[name] = value
-    return own, rest
-
-
-def _priority(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, (int, str)) and not isinstance(value, bool) and -(2**31) <= int(value) < 2**31:
-            return int(value)
-    except ValueError:
-        pass
-    raise InvalidArgument(
-        f"'{name}' is {repr(value)[:80]}; expected an integer of 32 bits, the lower the sooner"
-    )
-
-
-def _salt(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or len(value) > MAX_ID_BYTES:
-        raise InvalidArgument(f"'{name}' must be a string of 1 to {MAX_ID_BYTES} characters")
-    return value
-
-
-_OWN: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "octavo_priority": ("priority", _priority),
-    "cache_salt": ("cache_salt", _salt),
-}
 
 
 def _element(inputs: Tensors, name: str) -> Any:

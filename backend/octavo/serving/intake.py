@@ -13,11 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.engine.loop import EngineLoop
-from octavo.errors import Cancelled, NotFound, OctavoError, Unavailable
-from octavo.request import SamplingParams, TextDelta
+from octavo.errors import Cancelled, DeadlineExceeded, NotFound, OctavoError, Unavailable
+from octavo.request import Request, SamplingParams, TextDelta
 from octavo.serving import codec
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.reply import Reply
+from octavo.serving.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -33,6 +34,7 @@ class Intake:
     """`start` once, then `put` from any thread; `close` refuses what comes later or still waits."""
 
     def __init__(self, engine: "Engine", loop: EngineLoop, outbox: Outbox) -> None:
+        self._room = WaitingRoom(engine.config.max_queue_size)
         self._engine = engine
         self._loop = loop
         self._outbox = outbox
@@ -49,21 +51,23 @@ class Intake:
         for thread in self._threads:
             thread.start()
 
-    def put(self, request: OpenRequest, num_bytes: int) -> None:
-        """Queues a request of so many bytes. Never blocks."""
+    def put(self, request: OpenRequest, num_bytes: int, time_limit_s: float | None = None) -> None:
+        """Queues a request of so many bytes, which ends with `DeadlineExceeded` if it is not done so long
+        after its arrival. Never blocks. Raises `Unavailable`: shutting down, or too many wait already."""
         lane = self._long if num_bytes > LONG_PROMPT_BYTES else self._short
         with self._lock:
-            if not self._closed:
-                lane.put(request)
-                return
-        self._outbox.fail(request, _shutting_down())
+            if self._closed:
+                raise _shutting_down()
+            if "cancel_request_id" not in request.tensors:  # which makes the line shorter, if anything
+                self._room.enter(request.id)
+            lane.put(request)
+        if time_limit_s is not None:
+            # By id: a request that is long done is not kept in memory until then.
+            self._loop.at(request.arrived_s + time_limit_s, partial(self._expire, request.id, time_limit_s))
 
     def cancel(self, request: OpenRequest) -> None:
         """Ends a request with `Cancelled`, wherever it is; nothing happens when it is done already."""
-        if request.withdraw():
-            self._outbox.fail(request, Cancelled("the request was cancelled"))
-        else:
-            self._loop.abort(request.id)
+        self._end(request, Cancelled("the request was cancelled"))
 
     def close(self) -> None:
         """Refuses what waits and what comes."""
@@ -88,10 +92,10 @@ class Intake:
                     raise _shutting_down()
                 self._prepare(request)
             except OctavoError as error:
-                self._outbox.fail(request, error)
+                self._fail(request, error)
             except Exception as error:
                 log.exception("request %s could not be prepared", request)
-                self._outbox.fail(request, OctavoError(f"the request could not be prepared: {error!r}"))
+                self._fail(request, OctavoError(f"the request could not be prepared: {error!r}"))
 
     def _prepare(self, request: OpenRequest) -> None:
         tensors, request.tensors = request.tensors, {}
@@ -99,6 +103,18 @@ class Intake:
         call = codec.parse(tensors, parameters)
         if isinstance(call, codec.Cancel):
             self._cancel_named(call.request_id, request)
+            return
+        if isinstance(call, codec.Embed):
+            ready = self._engine.make_request(
+                request.id,
+                call.prompt,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                tenant=call.tenant,
+                arrived_s=request.arrived_s,
+                embed=call.pooling,
+            )
+            self._submit(request, ready, Reply(ready.params, call.returns, stream=False))
             return
         prompt = call.prompt
         text = prompt if isinstance(prompt, str) else None
@@ -112,11 +128,48 @@ class Intake:
             priority=call.priority,
             cumulative_logprob=call.returns.cumulative_logprob,
             cache_salt=call.cache_salt,
+            tenant=call.tenant,
+            arrived_s=request.arrived_s,
         )
         if call.echo and text is None:
             text = self._engine.tokenizer.decode(ready.prompt_token_ids, call.params.skip_special_tokens)
-        request.reply = Reply(call.params, call.returns, call.stream, text if call.echo else None)
-        request.hand_over(lambda: self._loop.submit(ready, partial(self._outbox.put, request)))
+        reply = Reply(call.params, call.returns, call.stream, text if call.echo else None)
+        self._submit(request, ready, reply)
+
+    def _submit(self, request: OpenRequest, ready: Request, reply: Reply) -> None:
+        request.reply = reply
+        sink, on_start = partial(self._deliver, request), partial(self._room.leave, request.id)
+        request.hand_over(lambda: self._loop.submit(ready, sink, on_start))
+
+    def _deliver(self, request: OpenRequest, delta: TextDelta) -> None:
+        if delta.request_finished:  # perhaps without ever having started
+            self._room.leave(request.id)
+        self._outbox.put(request, delta)
+
+    def _fail(self, request: OpenRequest, error: OctavoError) -> None:
+        """Ends a request that the engine does not know."""
+        self._room.leave(request.id)
+        self._outbox.fail(request, error)
+
+    def _end(self, request: OpenRequest, error: OctavoError) -> None:
+        """Ends a request wherever it is."""
+        if request.withdraw():
+            self._fail(request, error)
+        else:
+            self._loop.abort(request.id, error)
+
+    def _expire(self, request_id: str, time_limit_s: float) -> None:
+        """On the engine's thread, at the request's deadline."""
+        request = self._outbox.find(request_id)
+        if request is not None:
+            self._end(
+                request,
+                DeadlineExceeded(
+                    f"the request was not done {time_limit_s * 1000:.0f} ms after its arrival, which is its "
+                    "deadline; give it more time (octavo_deadline_ms, or timeout in microseconds), or ask "
+                    "for fewer tokens"
+                ),
+            )
 
     def _cancel_named(self, client_id: str, asking: OpenRequest) -> None:
         named = [request for request in self._outbox.named(client_id) if request is not asking]

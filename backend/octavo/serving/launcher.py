@@ -22,6 +22,7 @@ from typing import Self
 
 from octavo.errors import LaunchError
 from octavo.serving import installation, preflight
+from octavo.serving.model_settings import SHUTDOWN_TIMEOUT_VARIABLE
 from octavo.serving.server_log import ServerLog
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -152,7 +153,7 @@ class RunningServer:
                     stderr=subprocess.STDOUT,
                     env={
                         **installation.environment(server),
-                        "OCTAVO_SHUTDOWN_TIMEOUT_S": str(options.exit_timeout_s * _MODEL_SHARE),
+                        SHUTDOWN_TIMEOUT_VARIABLE: str(options.exit_timeout_s * _MODEL_SHARE),
                     },
                     start_new_session=True,
                 )

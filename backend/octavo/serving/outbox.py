@@ -120,6 +120,10 @@ class Outbox:
     def is_open(self, request: OpenRequest) -> bool:
         return request.id in self._open
 
+    def find(self, request_id: str) -> OpenRequest | None:
+        """An open request by its own id, not the client's."""
+        return self._open.get(request_id)
+
     def requests(self) -> list[OpenRequest]:
         with self._changed:
             return list(self._open.values())

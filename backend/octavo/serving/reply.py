@@ -6,17 +6,19 @@ The way back of `codec`, and as pure. A `Reply` belongs to the sender thread, wh
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.request import FinishReason, Logprob, SamplingParams, TextDelta
+from octavo.request import FinishReason, Logprob, RequestStats, SamplingParams, TextDelta
 from octavo.serving.codec import Returns, Tensors
 
 # JSON has no infinity; this is what vLLM writes for a token that was ruled out.
 _LOWEST_LOGPROB = -9999.0
+
+_LAST_ONLY = frozenset({"request_stats", "prompt_logprobs"})  # outputs of the last response alone
 
 
 @dataclass(slots=True)
@@ -41,10 +43,13 @@ class Reply:
     def __init__(
         self, params: SamplingParams, returns: Returns, stream: bool, echo: str | None = None
     ) -> None:
+        self.params = params
         self._stream = stream
         self._with_logprobs = params.logprobs is not None
         self._sequences = [_News([echo] if echo else []) for _ in range(params.n)]
         self._num_prompt_tokens = 0
+        self._stats: RequestStats | None = None
+        self._prompt_logprobs: tuple[tuple[Logprob, ...] | None, ...] | None = None
         self._changed = self._finished = False
         self._outputs = ["text_output", *(f.name for f in fields(returns) if getattr(returns, f.name))]
 
@@ -56,14 +61,25 @@ class Reply:
     def num_sequences(self) -> int:
         return len(self._sequences)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """Where the request's time went; None until its last delta."""
+        return self._stats
+
     def add(self, delta: TextDelta) -> None:
         news = self._sequences[delta.index]
-        news.text.append(delta.text)
+        news.text.append(delta.text if delta.embedding is None else json.dumps(delta.embedding))
         news.token_ids.extend(delta.token_ids)
         news.logprobs.extend(delta.logprobs)
         news.cumulative_logprob = delta.cumulative_logprob
         news.finish_reason = delta.finish_reason or news.finish_reason
         self._num_prompt_tokens = delta.num_prompt_tokens
+        self._stats = delta.stats or self._stats
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         self._changed = True
         self._finished = self._finished or delta.request_finished
 
@@ -71,7 +87,8 @@ class Reply:
         """The next response, by output name, with an element per sequence; None while none is due."""
         if not self._changed or not (self._stream or self._finished):
             return None
-        tensors = {name: self._make(name) for name in self._outputs}
+        due = (name for name in self._outputs if self._finished or name not in _LAST_ONLY)
+        tensors = {name: self._make(name) for name in due}
         for news in self._sequences:
             news.clear()
         self._changed = False
@@ -94,6 +111,11 @@ class Reply:
                 return np.array([len(news.token_ids) for news in sequences], np.uint32)
             case "token_ids":
                 return np.array([token for news in sequences for token in news.token_ids], np.int32)
+            case "request_stats":
+                assert self._stats is not None
+                return strings([json.dumps(asdict(self._stats))])
+            case "prompt_logprobs":
+                return strings(["null" if self._prompt_logprobs is None else _json(self._prompt_logprobs)])
             case _:
                 raise AssertionError(name)
 
@@ -103,11 +125,14 @@ def strings(values: Iterable[str]) -> NDArray[np.object_]:
     return np.array([value.encode() for value in values], np.object_)
 
 
-def _json(logprobs: Iterable[tuple[Logprob, ...]]) -> str:
-    """vLLM's shape: a list with an object for each token, from token id to what is known of it."""
+def _json(logprobs: Iterable[tuple[Logprob, ...] | None]) -> str:
+    """vLLM's shape: a list with an object for each token, from token id to what is known of it; null for a
+    prompt's first token, which nothing was expected to be."""
     return json.dumps(
         [
-            {
+            None
+            if token is None
+            else {
                 entry.token_id: {
                     "logprob": max(entry.logprob, _LOWEST_LOGPROB),
                     "rank": entry.rank,

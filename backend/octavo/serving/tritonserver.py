@@ -16,12 +16,16 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from octavo.engine.loop import EngineLoop
-from octavo.errors import ConfigError, InvalidArgument, OctavoError
-from octavo.serving import codec, strict_json
+from octavo.errors import Cancelled, InvalidArgument, OctavoError, Unavailable
+from octavo.serving import codec, request_parameters
 from octavo.serving.codec import Tensors
+from octavo.serving.health import Health
 from octavo.serving.intake import Intake
+from octavo.serving.metrics_thread import MetricsThread
+from octavo.serving.model_settings import Settings, engine_arguments, parameters_of, refuse_adapters
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.parent_watch import ParentWatch
+from octavo.serving.placement import VISIBLE_DEVICES, Placement, place
 from octavo.serving.quiet_collector import QuietCollector
 from octavo.serving.sender import Sender
 from octavo.serving.shutdown_signal import ShutdownSignal
@@ -29,9 +33,6 @@ from octavo.serving.triton_metrics import TritonMetrics
 
 log = logging.getLogger("octavo")
 
-SHUTDOWN_TIMEOUT_S = 20.0  # Triton's own, --exit-timeout-secs, is 30 by default
-# The launcher says here how long, since Triton does not pass its own deadline on.
-SHUTDOWN_TIMEOUT_VARIABLE = "OCTAVO_SHUTDOWN_TIMEOUT_S"
 _JOIN_S = 5.0  # for threads that have nothing left to do
 
 
@@ -67,22 +68,35 @@ class TritonPythonModel:
     def _start(self, args: Mapping[str, str]) -> None:
         folder = Path(args["model_repository"]) / args["model_version"]
         config = json.loads(args["model_config"])
-        self._shutdown_timeout_s = _shutdown_timeout_s(config)
-        self._outbox = Outbox(_coalesce_responses(config))
+        self._name = args["model_name"]
+        self._settings = settings = Settings.read(parameters_of(config))
+        self._outbox = Outbox(settings.coalesce_responses)
+        arguments = engine_arguments(folder / "model.json")
+        refuse_adapters(folder, arguments)
+        kind, device_id = args["model_instance_kind"], int(args["model_instance_device_id"])
+        _apply(place(kind, device_id, settings.gpu_ids, arguments, os.environ), arguments)
         # Imported late: `auto_complete_config` runs in a process of its own, which need not wait for torch.
         from octavo.engine.engine import Engine
 
-        self._engine = Engine(_engine_arguments(folder / "model.json"))
+        self._engine = Engine(arguments)
         self._loop = EngineLoop(self._engine)
+        self._health = Health(self._loop, self._engine.steps)
+        self._unloading = False
         self._intake = Intake(self._engine, self._loop, self._outbox)
-        family = getattr(pb_utils, "MetricFamily", None)
+        self._metrics_thread = MetricsThread()
         self._metrics = TritonMetrics(
-            family, args["model_name"], args["model_version"], args["model_instance_name"]
+            getattr(pb_utils, "MetricFamily", None),
+            args["model_name"],
+            args["model_version"],
+            args["model_instance_name"],
+            defer=self._metrics_thread.put,
+            reported=settings.report_metrics,
         )
+        self._channel = _Channel("vllm" if config.get("backend") == "vllm" else "octavo")
         self._sender = Sender(
             self._outbox,
-            _Channel(),
-            cancel=self._intake.cancel,
+            self._channel,
+            cancel=self._cancel,
             on_done=self._metrics.observe,
             on_tick=self._update_metrics,
         )
@@ -92,6 +106,7 @@ class TritonPythonModel:
         self._draining = False
         for part in (
             self._loop,
+            self._metrics_thread,
             self._sender,
             self._intake,
             self._shutdown_signal,
@@ -110,10 +125,12 @@ class TritonPythonModel:
                 parameters = request.parameters()
                 arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 num_bytes = codec.check_sizes(arrays, parameters)
+                self._refuse_when_failed()
                 # The memory of the request's tensors is Triton's again when this returns.
                 opened.tensors = {name: array.copy() for name, array in arrays.items()}
                 opened.parameters = parameters
-                self._intake.put(opened, num_bytes)
+                time_limit_s = request_parameters.time_limit_s(parameters, request.timeout())
+                self._intake.put(opened, num_bytes, time_limit_s)
             except OctavoError as error:
                 self._outbox.fail(opened, error)
             except UnicodeDecodeError as error:
@@ -125,7 +142,7 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Asked by servers of 2026 and newer before they call the model ready."""
-        return not self._draining and self._loop.failure is None
+        return self._health.problem() is None
 
     def finalize(self) -> None:
         """Answers everyone and ends every thread. Triton calls it after the last response, if it can."""
@@ -134,6 +151,7 @@ class TritonPythonModel:
         self._intake.join(_JOIN_S)
         self._sender.stop(_JOIN_S)
         self._metrics.close()
+        self._metrics_thread.stop(_JOIN_S)
         self._engine.close()
         self._parent_watch.close()
         self._collector.close()
@@ -145,16 +163,43 @@ class TritonPythonModel:
         if self._draining:
             return
         self._draining = True
+        self._health.drain()
         log.info("shutting down: %d requests in flight", len(self._outbox.requests()))
         self._intake.close()
-        self._loop.stop(self._shutdown_timeout_s)
+        self._loop.stop(self._settings.shutdown_timeout_s)
+
+    def _cancel(self, request: OpenRequest) -> None:
+        if request.cancel_seen:
+            self._channel.log("Cancelling the request", request)
+        self._intake.cancel(request)
+
+    def _refuse_when_failed(self) -> None:
+        """With ENABLE_VLLM_HEALTH_CHECK, the first request that comes to an engine that cannot go on unloads
+        the model; loading it anew heals it. Raises `Unavailable`."""
+        if not (self._settings.check_health and self._health.failed):
+            return
+        if not self._unloading:
+            self._unloading = True
+            log.error("the model is being unloaded, since its engine cannot go on")
+            try:
+                pb_utils.unload_model(self._name)  # returns at once
+            except Exception as error:
+                log.warning("it cannot be, which takes --model-control-mode=explicit: %r", error)
+        why = self._health.problem()
+        raise Unavailable(f"the model is being unloaded, since its engine cannot go on: {why}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._engine.stats(), self.is_ready(), self._sender.num_coalesced)
+        self._health.watch()
+        self._metrics.update(
+            self._engine.stats(), self.is_ready(), self._sender.num_coalesced, self._engine.steps.take()
+        )
 
 
 class _Channel:
-    """What the sender thread does through `pb_utils`."""
+    """What the sender thread does through `pb_utils`. `name` is what the backend is called here."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def send(self, request: OpenRequest, tensors: Tensors, final: bool) -> None:
         outputs = [pb_utils.Tensor(name, array) for name, array in tensors.items()]
@@ -165,9 +210,15 @@ class _Channel:
         code = getattr(pb_utils.TritonError, error.code, pb_utils.TritonError.INTERNAL)
         response = pb_utils.InferenceResponse(error=pb_utils.TritonError(error.wire, code))
         request.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if request.cancel_seen and isinstance(error, Cancelled):
+            self.log("Successfully cancelled the request", request)
 
     def is_cancelled(self, request: OpenRequest) -> bool:
         return bool(request.sender.is_cancelled())
+
+    def log(self, what: str, request: OpenRequest) -> None:
+        """In the words that operators of Triton's vLLM backend search for, when served as that."""
+        log.info("[%s] %s %s", self._name, what, request)
 
 
 class _TritonLog(logging.Handler):
@@ -186,53 +237,9 @@ class _TritonLog(logging.Handler):
             self.handleError(record)
 
 
-def _engine_arguments(path: Path) -> dict[str, Any]:
-    """The engine's arguments. Paths in the file are relative to its folder. Raises `ConfigError`."""
-    try:
-        arguments = strict_json.load_object(path.read_text(encoding="utf-8"), path.name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}; it holds the engine's arguments, as JSON"
-        ) from None
-    except OctavoError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    for key in ("model", "tokenizer"):
-        value = arguments.get(key)
-        if isinstance(value, str) and value and "://" not in value and not value.startswith("~"):
-            arguments[key] = str(path.parent / value)  # which an absolute path survives
-    return arguments
-
-
-def _parameter(config: Mapping[str, Any], name: str) -> str:
-    """Of config.pbtxt; empty when it is not there."""
-    return str(config.get("parameters", {}).get(name, {}).get("string_value", ""))
-
-
-def _coalesce_responses(config: Mapping[str, Any]) -> bool:
-    """From the parameter of that name. Raises `ConfigError`."""
-    value = _parameter(config, "coalesce_responses") or "true"
-    if value not in ("true", "false"):
-        raise ConfigError(
-            f"parameter 'coalesce_responses' is {value!r}; allowed: 'true' (what waits for a stream while "
-            "the sender is behind becomes one response) and 'false' (every delta is a response of its own)"
-        )
-    return value == "true"
-
-
-def _shutdown_timeout_s(config: Mapping[str, Any]) -> float:
-    """From the parameter of that name in config.pbtxt, or the launcher. Raises `ConfigError`."""
-    value = (
-        _parameter(config, "shutdown_timeout_s")
-        or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
-        or SHUTDOWN_TIMEOUT_S
-    )
-    try:
-        seconds = float(value)
-        if 0 <= seconds < 86400:
-            return seconds
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"parameter 'shutdown_timeout_s' is {value!r}; allowed: 0 to 86400 seconds, and less "
-        "than the server's --exit-timeout-secs"
-    )
+def _apply(placement: Placement, arguments: dict[str, Any]) -> None:
+    """Before torch is imported: CUDA reads its mask once."""
+    if placement.device is not None:
+        arguments["device"] = placement.device
+    if placement.visible_devices is not None:
+        os.environ[VISIBLE_DEVICES] = placement.visible_devices

@@ -18,6 +18,7 @@ from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
 from octavo.worker.memory import readable
 from octavo.worker.model_input import Step, build_step
 from octavo.worker.model_runner import ModelRunner, run_largest_step
+from octavo.worker.pooling import Pooler, with_rows_of
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Samples
 from octavo_kernels import ops
@@ -73,6 +74,7 @@ class LocalExecutor:
             ) from error
         self._layouts = cache.layouts
         self._runner = ModelRunner(model, cache)
+        self._pooler = Pooler()
         self._rows = Rows()
         self._submitted: StepPlan | None = None
 
@@ -92,20 +94,27 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Lets go of the model and the cache."""
-        del self._runner, self._rows
+        del self._runner, self._rows, self._pooler
 
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         self._rows.apply(plan)
         self._runner.copy_blocks(plan.copies)
         step = build_step(self._rows, plan, self._layouts)
-        hidden = self._runner.run(step.inputs)
+        self._pooler.apply(plan)
+        to_pool = self._pooler.parts(plan.slices)
+        hidden = self._runner.run(with_rows_of(to_pool, step.inputs))
         forward_end = time.perf_counter()
-        samples = self._runner.sample(hidden, self._rows.sample_batch(step.row_to_sequence))
+        count = len(step.seq_ids)
+        samples = self._runner.sample(hidden[:count], self._rows.sample_batch(step.row_to_sequence))
         usable = samples.usable
         self._rows.append(step.row_to_sequence[usable], samples.token_ids[usable])
         results = results_of(step, samples)
-        return StepResult(plan.step_id, results, forward_end - begin, time.perf_counter() - forward_end)
+        prompt = self._runner.prompt_logprobs(hidden[count:], step.prompt_parts)
+        pooled = self._pooler.pool(hidden[len(step.inputs.sample_rows) :], to_pool)
+        return StepResult(
+            plan.step_id, results, forward_end - begin, time.perf_counter() - forward_end, prompt, pooled
+        )
 
 
 def _num_threads(wanted: int | None) -> int:

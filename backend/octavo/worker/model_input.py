@@ -10,17 +10,22 @@ from numpy.typing import NDArray
 
 from octavo.layers.inputs import AttentionInput, ModelInput
 from octavo.protocol import StepPlan
+from octavo.worker.prompt_logprobs import PromptPart
 from octavo.worker.rows import Rows
 from octavo_kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward's tensors, and whom its R rows of logits are for: several may be for one row of logits."""
+    """One forward's tensors, and whom its R rows of logits are for: several may be for one row of logits.
+
+    `inputs.sample_rows` [R + P] are those that are sampled from, then those of prompts' log-probabilities.
+    """
 
     inputs: ModelInput
     seq_ids: tuple[int, ...]  # [R]
     row_to_sequence: NDArray[np.int64]  # [R] the worker's row that samples from it; all different
+    prompt_parts: Sequence[PromptPart] = ()  # whose P rows of logits follow those R
 
 
 def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> Step:
@@ -46,6 +51,11 @@ def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> S
     per_slice = np.fromiter(map(len, samples), np.int64, count)
     sampled = owners if seq_ids == slice_ids else rows.of(seq_ids)
     assert (rows.num_tokens[owners] == context_lens)[per_slice > 0].all(), "sampling before the last token"
+    sample_rows = np.repeat(query_start[1:] - 1, per_slice)
+    prompt_parts = rows.prompt_parts(plan.slices)
+    for part in prompt_parts:
+        before = query_start[part.slice_index] + np.arange(len(part.token_ids))
+        sample_rows = np.concatenate((sample_rows, before))
 
     def tensor(array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -64,6 +74,6 @@ def build_step(rows: Rows, plan: StepPlan, layouts: Sequence[ops.KVLayout]) -> S
         input_ids=tensor(rows.token_ids[token_owners, positions].astype(np.int64)),
         positions=tensor(positions),
         attention=attention,
-        sample_rows=tensor(np.repeat(query_start[1:] - 1, per_slice)),
+        sample_rows=tensor(sample_rows),
     )
-    return Step(inputs, seq_ids, sampled)
+    return Step(inputs, seq_ids, sampled, prompt_parts)

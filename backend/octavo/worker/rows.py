@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.protocol import NewSequence, RowSampling, StepPlan
+from octavo.protocol import Choice, NewSequence, RowSampling, Slice, StepPlan
+from octavo.worker.logit_edits import RowEdits
+from octavo.worker.prompt_logprobs import PromptPart
 from octavo.worker.sampler import SETTINGS, SampleBatch, settings_of
 
 _FIRST_ROWS = 16
@@ -27,7 +29,8 @@ class Rows:
         self.block_tables: NDArray[np.int32] = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32)
         self._num_prompt_tokens: NDArray[np.int64] = np.zeros(_FIRST_ROWS, np.int64)
         self._settings: NDArray[np.void] = np.zeros(_FIRST_ROWS, SETTINGS)
-        self._stop_ids: dict[int, tuple[int, ...]] = {}  # by row, where `min_tokens` forbids them
+        self._edits: dict[int, RowEdits] = {}  # by row, where there are any
+        self._prompt_logprobs: dict[int, int] = {}  # by row, where they are wanted: of how many of the best
         self._row_of: dict[int, int] = {}  # by sequence
         self._free: list[int] = list(range(_FIRST_ROWS))
 
@@ -44,13 +47,14 @@ class Rows:
             self._drop(seq_id)
         for sequence in plan.new:
             self._add(sequence)
+        if plan.choices:
+            self._choose(plan.choices)
         for piece in plan.slices:
             if piece.block_ids:
                 self._set_blocks(self._row_of[piece.seq_id], piece.first_block, piece.block_ids)
         for fork in plan.forks:
             parent, child = self._row_of[fork.parent_id], self._take(fork.child_id, fork.sampling)
-            for column in (self.token_ids, self.num_tokens, self.block_tables, self._num_prompt_tokens):
-                column[child] = column[parent]
+            self._copy(parent, child)
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """One token to each of the rows, which are all different."""
@@ -63,13 +67,26 @@ class Rows:
 
     def sample_batch(self, rows: NDArray[np.int64]) -> SampleBatch:
         """What the sampler needs to know of the rows that it samples the next token for."""
-        settings, positions = self._settings[rows], self.num_tokens[rows]
-        forbidden = {}
-        if self._stop_ids:
-            num_generated = positions - self._num_prompt_tokens[rows]
-            for index in np.flatnonzero(num_generated < settings["min_tokens"]).tolist():
-                forbidden[index] = self._stop_ids.get(int(rows[index]), ())
-        return SampleBatch(settings, positions, forbidden)
+        edits = {}
+        for index, row in enumerate(rows.tolist() if self._edits else ()):
+            if row in self._edits:
+                token_ids = self.token_ids[row, : self.num_tokens[row]]
+                edit = self._edits[row].next(token_ids, int(self._num_prompt_tokens[row]))
+                if edit is not None:
+                    edits[index] = edit
+        return SampleBatch(self._settings[rows], self.num_tokens[rows], edits)
+
+    def prompt_parts(self, slices: Sequence[Slice]) -> list[PromptPart]:
+        """The prompt tokens that follow a token of the slices, where their log-probabilities are wanted."""
+        parts = []
+        for index, piece in enumerate(slices if self._prompt_logprobs else ()):
+            row = self._row_of[piece.seq_id]
+            first, end = piece.start + 1, piece.start + piece.length + 1
+            end = min(end, int(self._num_prompt_tokens[row]))
+            if row in self._prompt_logprobs and first < end:
+                token_ids = self.token_ids[row, first:end].astype(np.int64)
+                parts.append(PromptPart(piece.seq_id, index, first, token_ids, self._prompt_logprobs[row]))
+        return parts
 
     def _take(self, seq_id: int, sampling: RowSampling) -> int:
         assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
@@ -78,14 +95,17 @@ class Rows:
         row = self._free.pop()
         self._row_of[seq_id] = row
         self._settings[row] = settings_of(sampling)
-        if sampling.min_tokens and sampling.stop_ids:
-            self._stop_ids[row] = sampling.stop_ids
+        if RowEdits.wanted(sampling):
+            self._edits[row] = RowEdits(sampling)
+        if sampling.num_prompt_logprobs is not None:
+            self._prompt_logprobs[row] = sampling.num_prompt_logprobs
         return row
 
     def _drop(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id, None)
         if row is not None:  # a sequence of a failed step may never have had one
-            self._stop_ids.pop(row, None)
+            self._edits.pop(row, None)
+            self._prompt_logprobs.pop(row, None)
             self._free.append(row)
 
     def _add(self, sequence: NewSequence) -> None:
@@ -95,6 +115,19 @@ class Rows:
         self.token_ids[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
         self._num_prompt_tokens[row] = sequence.num_prompt_tokens
+
+    def _copy(self, parent: int, child: int) -> None:
+        for column in (self.token_ids, self.num_tokens, self.block_tables, self._num_prompt_tokens):
+            column[child] = column[parent]
+        if child in self._edits:
+            self._edits[child].begin_anew()
+
+    def _choose(self, choices: Sequence[Choice]) -> None:
+        rows = self.of([choice.seq_id for choice in choices])
+        for row, choice in zip(rows.tolist(), choices, strict=True):
+            if choice.seq_id != choice.parent_id:
+                self._copy(self._row_of[choice.parent_id], row)
+        self.token_ids[rows, self.num_tokens[rows] - 1] = [choice.token_id for choice in choices]
 
     def _set_blocks(self, row: int, first: int, block_ids: tuple[int, ...]) -> None:
         end = first + len(block_ids)

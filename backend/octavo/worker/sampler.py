@@ -1,6 +1,6 @@
 """Hidden states to tokens, for all sequences of a step at once.
 
-All logits are only computed where somebody needs more than the best few of them.
+All logits are only computed where somebody needs more than the best few of them, or edits them.
 
 A draw is determined by the sequence's seed and the position of the new token, by a counter-based hash. So a
 seeded sample is the same whatever else is in the batch, after a preemption, and after a restart.
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.protocol import RowSampling, TokenLogprobs
+from octavo.worker.logit_edits import LogitEdits, edited
 from octavo_kernels import ops
 
 # Above, writing all logits is cheaper: 64 best of 49152 cost a millisecond more than one, at 32 rows.
@@ -29,7 +30,6 @@ SETTINGS = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("seed", np.uint64),
-        ("min_tokens", np.int64),
         ("wants_logprobs", np.bool_),
         ("num_logprobs", np.int64),
     ]
@@ -44,7 +44,6 @@ def settings_of(sampling: RowSampling) -> tuple[float | int | bool, ...]:
         sampling.top_p,
         sampling.min_p,
         sampling.seed % 2**64,
-        sampling.min_tokens,
         sampling.num_logprobs is not None,
         sampling.num_logprobs or 0,
     )
@@ -56,7 +55,7 @@ class SampleBatch:
 
     settings: NDArray[np.void]  # [R] of SETTINGS
     positions: NDArray[np.int64]  # [R] of the token to be sampled, in its sequence
-    forbidden: Mapping[int, tuple[int, ...]]  # by index in [0, R): tokens that cannot be sampled yet
+    edits: Mapping[int, LogitEdits]  # by index in [0, R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +88,37 @@ def sample(head: Head, hidden: Tensor, batch: SampleBatch) -> Samples:
 def sample_from(logits: Tensor, batch: SampleBatch) -> Samples:
     """`logits` [R, V], R above 0, are not changed. Greedy rows cost one argmax."""
     settings = batch.settings
-    allowed = _without(logits, batch.forbidden)
-    greedy_ids, best = ops.best_token(allowed)
-    token_ids, usable = _choose(allowed, greedy_ids.cpu().numpy(), best, batch)
+    chosen_from = edited(logits, batch.edits) if batch.edits else logits
+    greedy_ids, best = ops.best_token(chosen_from)
+    token_ids, usable = _choose(chosen_from, greedy_ids.cpu().numpy(), best, batch)
     wanted = np.flatnonzero(settings["wants_logprobs"] & usable)
     if not len(wanted):
         return Samples(token_ids, usable, {})
-    return Samples(token_ids, usable, _logprobs(logits, wanted, token_ids, settings["num_logprobs"]))
+    entries = logprobs_of(_rows(logits, wanted), token_ids[wanted], settings["num_logprobs"][wanted])
+    return Samples(token_ids, usable, dict(zip(wanted.tolist(), entries, strict=True)))
+
+
+def logprobs_of(
+    logits: Tensor, token_ids: NDArray[np.int64], counts: NDArray[np.int64]
+) -> list[TokenLogprobs]:
+    """Of one token and of the `counts` [R] best of each row of `logits` [R, V], R above 0."""
+    most = min(max(int(counts.max()), 1), logits.shape[-1])
+    results = ops.token_logprobs(logits, torch.from_numpy(token_ids).to(logits.device), most)
+    columns = [result.cpu().tolist() for result in results]
+    logprobs = []
+    for count, chosen, logprob, rank, ids, values, ranks in zip(
+        counts.tolist(), token_ids.tolist(), *columns, strict=True
+    ):
+        best = list(zip(ids, values, ranks, strict=True))[: count or int(rank > 1)]
+        entries = [(chosen, logprob, rank), *(entry for entry in best if entry[0] != chosen)]
+        logprobs.append(TokenLogprobs(*(tuple(column) for column in zip(*entries, strict=True))))
+    return logprobs
 
 
 def _tokens_needed(batch: SampleBatch) -> int | None:
     """How many of the best tokens decide every row: one if it is greedy, else top-k. None if too many do."""
     settings = batch.settings
-    if batch.forbidden or settings["wants_logprobs"].any():
+    if batch.edits or settings["wants_logprobs"].any():
         return None
     needed = np.where(settings["temperature"] > 0, settings["top_k"], 1)
     return int(needed.max()) if needed.min() > 0 and needed.max() <= _MOST_CANDIDATES else None
@@ -133,15 +150,6 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _without(logits: Tensor, forbidden: Mapping[int, tuple[int, ...]]) -> Tensor:
-    if not forbidden:
-        return logits
-    vocab_size = logits.shape[-1]
-    pairs = [(row, token) for row, tokens in forbidden.items() for token in tokens if token < vocab_size]
-    rows, columns = torch.tensor(pairs, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(1)
-    return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
-
-
 def _rows(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
     """Some rows, without a copy when they are all of them."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
@@ -151,21 +159,3 @@ def _draw(logits: Tensor, settings: NDArray[np.void], positions: NDArray[np.int6
     columns = [settings[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")]
     columns.append(uniforms(settings["seed"], positions))
     return ops.sample(logits, *(torch.from_numpy(column).to(logits.device) for column in columns))
-
-
-def _logprobs(
-    logits: Tensor, wanted: NDArray[np.int64], token_ids: NDArray[np.int64], counts: NDArray[np.int64]
-) -> dict[int, TokenLogprobs]:
-    """Of the untouched distribution, before temperature and the rest."""
-    chosen_ids = token_ids[wanted]
-    most = min(int(counts[wanted].max()), logits.shape[-1])
-    results = ops.token_logprobs(_rows(logits, wanted), torch.from_numpy(chosen_ids).to(logits.device), most)
-    columns = [result.cpu().tolist() for result in results]
-    logprobs = {}
-    for index, chosen, logprob, rank, ids, values, ranks in zip(
-        wanted.tolist(), chosen_ids.tolist(), *columns, strict=True
-    ):
-        best = list(zip(ids, values, ranks, strict=True))[: counts[index]]
-        entries = [(chosen, logprob, rank), *(entry for entry in best if entry[0] != chosen)]
-        logprobs[index] = TokenLogprobs(*(tuple(column) for column in zip(*entries, strict=True)))
-    return logprobs

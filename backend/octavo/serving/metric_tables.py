@@ -1,0 +1,305 @@
+"""Which metrics there are: name, help, labels, buckets, and how the value is read. Data for `triton_metrics`.
+
+Names beginning with `vllm:` are those of Triton's vLLM backend and of vLLM itself; `nv_trt_llm_` are read by
+Triton for its ORCA header and by Kubernetes' inference gateway; what has no name there is `octavo:`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from octavo.engine.metrics import EngineStats, Step
+from octavo.serving.outbox import OpenRequest
+from octavo.serving.reply import Reply
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True, slots=True)
+class Series(Generic[Subject]):
+    """One time series. `value` is None where a subject has no such value; `buckets` are a histogram's."""
+
+    name: str
+    help: str
+    value: Callable[[Subject], float | None]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What gauges and counters are read from."""
+
+    engine: EngineStats
+    ready: bool
+    num_coalesced: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that had a result; `sent_s` is when its final response was sent, by `time.monotonic()`."""
+
+    request: OpenRequest
+    reply: Reply
+    sent_s: float
+
+    @property
+    def first_token_s(self) -> float:
+        assert self.request.first_token_s is not None
+        return self.request.first_token_s
+
+    @property
+    def time_per_token_s(self) -> float | None:
+        """Mean over a sequence's tokens after its first; None of one token."""
+        steps = self.request.num_tokens / self.reply.num_sequences - 1
+        if steps <= 0 or self.request.last_token_s is None:
+            return None
+        return (self.request.last_token_s - self.first_token_s) / steps
+
+
+def _of_cache(type: str, value: Callable[[EngineStats], float]) -> Series[Snapshot]:
+    return Series(
+        "nv_trt_llm_kv_cache_block_metrics",
+        "KV blocks, by TensorRT-LLM's names.",
+        lambda now: value(now.engine),
+        {"kv_cache_block_type": type},
+    )
+
+
+def _of_requests(type: str, value: Callable[[EngineStats], float]) -> Series[Snapshot]:
+    return Series(
+        "nv_trt_llm_request_metrics",
+        "Requests, by TensorRT-LLM's names.",
+        lambda now: value(now.engine),
+        {"request_type": type},
+    )
+
+
+def _usage(stats: EngineStats) -> float:
+    return stats.num_used_blocks / stats.num_blocks
+
+
+def _hit_rate(stats: EngineStats) -> float:
+    return stats.prefix_hits_total / stats.prefix_queries_total if stats.prefix_queries_total else 0.0
+
+
+GAUGES: tuple[Series[Snapshot], ...] = (
+    Series("octavo:ready", "1 while the model takes requests, else 0.", lambda now: now.ready),
+    Series("vllm:num_requests_running", "Sequences in the batch.", lambda now: now.engine.num_running),
+    Series(
+        "vllm:num_requests_waiting",
+        "Requests that wait for their first step.",
+        lambda now: now.engine.num_waiting,
+    ),
+    Series(
+        "vllm:kv_cache_usage_perc",
+        "KV blocks in use by sequences; 1 is all of them.",
+        lambda now: _usage(now.engine),
+    ),
+    Series(
+        "vllm:gpu_cache_usage_perc",
+        "The same, by its older name, whatever the device.",
+        lambda now: _usage(now.engine),
+    ),
+    Series("octavo:kv_blocks", "KV blocks that there are.", lambda now: now.engine.num_blocks),
+    Series("octavo:kv_blocks_used", "KV blocks that sequences hold.", lambda now: now.engine.num_used_blocks),
+    Series(
+        "octavo:kv_blocks_cached",
+        "KV blocks that a prompt with the same prefix can reuse, held or not.",
+        lambda now: now.engine.num_cached_blocks,
+    ),
+    Series(
+        "octavo:prefix_cache_hit_rate",
+        "Share of prompt tokens found in the prefix cache, since the start.",
+        lambda now: _hit_rate(now.engine),
+    ),
+    _of_cache("max", lambda stats: stats.num_blocks),
+    _of_cache("used", lambda stats: stats.num_used_blocks),
+    _of_cache("free", lambda stats: stats.num_blocks - stats.num_used_blocks),
+    _of_cache("tokens_per", lambda stats: stats.block_size),
+    _of_cache("fraction", _usage),
+    _of_requests("waiting", lambda stats: stats.num_waiting),
+    _of_requests("scheduled", lambda stats: stats.num_running),
+)
+
+
+def _finished(reason: str, name: str, label: str) -> Series[Snapshot]:
+    return Series(
+        name,
+        "Requests that ended, by how.",
+        lambda now: now.engine.requests_finished.get(reason, 0),
+        {label: reason},
+    )
+
+
+_REASONS = ("stop", "length", "abort", "error")
+
+COUNTERS: tuple[Series[Snapshot], ...] = (
+    Series(
+        "vllm:prompt_tokens_total",
+        "Prompt tokens of accepted requests.",
+        lambda now: now.engine.prompt_tokens_total,
+    ),
+    Series(
+        "vllm:generation_tokens_total", "Tokens generated.", lambda now: now.engine.generation_tokens_total
+    ),
+    Series(
+        "vllm:num_preemptions_total",
+        "Sequences put back for want of KV blocks.",
+        lambda now: now.engine.preemptions_total,
+    ),
+    Series(
+        "vllm:prefix_cache_queries_total",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda now: now.engine.prefix_queries_total,
+    ),
+    Series(
+        "vllm:prefix_cache_hits_total",
+        "Prompt tokens found there.",
+        lambda now: now.engine.prefix_hits_total,
+    ),
+    *(_finished(reason, "vllm:request_success_total", "finished_reason") for reason in _REASONS),
+    Series("octavo:steps_total", "Steps of the model.", lambda now: now.engine.steps_total),
+    Series("octavo:step_seconds_total", "Time spent in them.", lambda now: now.engine.step_s_total),
+    Series(
+        "octavo:coalesced_responses_total",
+        "Deltas of streams that were sent in an earlier one's response.",
+        lambda now: now.num_coalesced,
+    ),
+)
+
+# From a GPU's tenths of a millisecond to what a large model takes on a CPU.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+)
+_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5),
+)
+_LATENCY_S = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920),
+)
+_STEP_S = (
+    *(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5),
+    *(1, 2, 5, 10, 30),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_POWERS = tuple(float(2**power) for power in range(15))
+_FEW = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+def _queue_s(done: FinishedRequest) -> float | None:
+    return None if done.reply.stats is None else done.reply.stats.queue_s
+
+
+def _prefill_s(done: FinishedRequest) -> float | None:
+    return None if done.reply.stats is None else done.reply.stats.prefill_s
+
+
+def _decode_s(done: FinishedRequest) -> float | None:
+    return None if done.reply.stats is None else done.reply.stats.decode_s
+
+
+def _inference_s(done: FinishedRequest) -> float | None:
+    stats = done.reply.stats
+    return None if stats is None else stats.prefill_s + stats.decode_s
+
+
+REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
+    Series(
+        "vllm:time_to_first_token_seconds",
+        "From the request's arrival to its first token being sent.",
+        lambda done: done.first_token_s - done.request.arrived_s,
+        buckets=_FIRST_TOKEN_S,
+    ),
+    Series(
+        "vllm:time_per_output_token_seconds",
+        "A request's mean time from one token of a sequence to the next.",
+        lambda done: done.time_per_token_s,
+        buckets=_TOKEN_S,
+    ),
+    Series(
+        "vllm:e2e_request_latency_seconds",
+        "From the request's arrival to its final response being sent.",
+        lambda done: done.sent_s - done.request.arrived_s,
+        buckets=_LATENCY_S,
+    ),
+    Series(
+        "vllm:request_queue_time_seconds",
+        "From the request's arrival to its first step.",
+        _queue_s,
+        buckets=_SECONDS,
+    ),
+    Series(
+        "vllm:request_prefill_time_seconds",
+        "From its first step to its first token.",
+        _prefill_s,
+        buckets=_SECONDS,
+    ),
+    Series(
+        "vllm:request_decode_time_seconds",
+        "From its first token to its last.",
+        _decode_s,
+        buckets=_SECONDS,
+    ),
+    Series(
+        "vllm:request_inference_time_seconds",
+        "From its first step to its last token.",
+        _inference_s,
+        buckets=_SECONDS,
+    ),
+    Series(
+        "vllm:request_prompt_tokens",
+        "Tokens of a request's prompt.",
+        lambda done: done.reply.num_prompt_tokens,
+        buckets=_TOKENS,
+    ),
+    Series(
+        "vllm:request_generation_tokens",
+        "Tokens generated for a request, of all its sequences.",
+        lambda done: done.request.num_tokens,
+        buckets=_TOKENS,
+    ),
+    Series(
+        "vllm:request_params_n",
+        "The sampling parameter n.",
+        lambda done: done.reply.params.n,
+        buckets=_FEW,
+    ),
+    Series(
+        "vllm:request_params_best_of",
+        "The sampling parameter best_of; n where it is not given.",
+        lambda done: done.reply.params.best_of or done.reply.params.n,
+        buckets=_FEW,
+    ),
+    Series(
+        "vllm:request_params_max_tokens",
+        "The sampling parameter max_tokens.",
+        lambda done: done.reply.params.max_tokens,
+        buckets=_TOKENS,
+    ),
+)
+
+STEP_HISTOGRAMS: tuple[Series[Step], ...] = (
+    Series(
+        "vllm:iteration_tokens_total",
+        "Tokens that a step computes.",
+        lambda step: step.num_tokens,
+        buckets=_POWERS,
+    ),
+    Series(
+        "octavo:step_time_seconds",
+        "What a step takes. Of more than a hundred in a second, only so many are counted.",
+        lambda step: step.duration_s,
+        buckets=_STEP_S,
+    ),
+    Series(
+        "octavo:batch_size",
+        "Sequences in a step.",
+        lambda step: step.num_sequences,
+        buckets=_POWERS,
+    ),
+)
