@@ -201,6 +201,12 @@ class Metrics:
         return sum(found)
 
 
+def settled(server: RunningServer, name: str, **labels: str) -> float:
+    """A counter's value once everything that happened before is in it: it is refreshed once a second."""
+    time.sleep(1.5)
+    return Metrics(server).value(name, **labels)
+
+
 def wait_for_metric(server: RunningServer, expected: float, name: str, **labels: str) -> float:
     """How long it took, in seconds. The gauges are refreshed about once a second."""
     started = time.monotonic()

@@ -7,7 +7,7 @@ import threading
 import time
 
 from octavo.serving.launcher import RunningServer
-from triton_clients import GrpcStream, Metrics, connect, encode, events, generate, post, wait_for_metric
+from triton_clients import GrpcStream, connect, encode, events, generate, post, settled, wait_for_metric
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -54,13 +54,13 @@ def test_a_queued_request_is_cancelled_without_ever_running(llm: RunningServer) 
         wait_for_metric(llm, 1, WAITING)
         queued.cancel()
         wait_for_metric(llm, 0, WAITING)
-        assert Metrics(llm).value(RUNNING) == SEATS
+        wait_for_metric(llm, SEATS, RUNNING)
         running.cancel()
     wait_idle(llm)
 
 
 def test_a_client_that_leaves_a_stream_over_http_frees_its_blocks(llm: RunningServer) -> None:
-    aborted = Metrics(llm).value("vllm:request_success_total", finished_reason="abort")
+    aborted = settled(llm, "vllm:request_success_total", finished_reason="abort")
     connection = connect(llm)
     body = encode({"text_input": PROMPT, "stream": True, "sampling_parameters": endless()})
     connection.request("POST", "/v2/models/llm/generate_stream", body)
@@ -71,7 +71,7 @@ def test_a_client_that_leaves_a_stream_over_http_frees_its_blocks(llm: RunningSe
     response.close()
     connection.close()
     wait_idle(llm)
-    assert Metrics(llm).value("vllm:request_success_total", finished_reason="abort") == aborted + 1
+    wait_for_metric(llm, aborted + 1, "vllm:request_success_total", finished_reason="abort")
 
 
 def test_a_request_is_cancelled_by_the_id_its_client_set(llm: RunningServer) -> None:

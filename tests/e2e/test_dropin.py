@@ -119,7 +119,7 @@ def test_clients_of_that_backend_find_what_they_know(dropin: RunningServer) -> N
     with GrpcStream(dropin) as stream:
         parts = stream.send(text_input="the", stream=True, sampling_parameters=GREEDY).all()
     assert parts[-1].final
-    assert Metrics(dropin).value("vllm:num_requests_running", model="llm", version="1") == 0
+    wait_for_metric(dropin, 0, "vllm:num_requests_running", model="llm", version="1")
 
 
 def test_a_cancellation_is_logged_in_that_backends_words(dropin: RunningServer) -> None:

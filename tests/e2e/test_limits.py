@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.serving.launcher import RunningServer
-from triton_clients import GrpcStream, Metrics, generate, make_repository, post, wait_for_metric
+from triton_clients import GrpcStream, generate, make_repository, post, settled, wait_for_metric
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -61,7 +61,7 @@ def test_one_too_many_is_refused_and_a_deadline_ends_those_in_line(narrow: Runni
 
 
 def test_time_is_up_over_http_while_running_and_its_blocks_are_free(narrow: RunningServer) -> None:
-    aborted = Metrics(narrow).value("vllm:request_success_total", finished_reason="abort")
+    aborted = settled(narrow, "vllm:request_success_total", finished_reason="abort")
     for limit in ({"timeout": 300_000}, {"octavo_deadline_ms": 300}, {"octavo_deadline_ms": "300"}):
         started_s = time.monotonic()
         status, answer = post(
@@ -71,7 +71,7 @@ def test_time_is_up_over_http_while_running_and_its_blocks_are_free(narrow: Runn
         assert status == 400
         assert answer["error"].startswith("[UNAVAILABLE] the request was not done 300 ms after its arrival")
     wait_idle(narrow)
-    assert Metrics(narrow).value("vllm:request_success_total", finished_reason="abort") == aborted + 3
+    wait_for_metric(narrow, aborted + 3, "vllm:request_success_total", finished_reason="abort")
 
 
 def test_triton_s_own_timeout_is_a_deadline_over_grpc(narrow: RunningServer) -> None:
