@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,90 +12,19 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from octavo import Engine, SamplingParams
-from octavo.config import EngineConfig
-from octavo.engine.block_manager import BlockManager
 from octavo.engine.draft import Draft
-from octavo.engine.scheduler import Scheduler
 from octavo.errors import Cancelled, InvalidArgument, StepFailed
-from octavo.protocol import StepPlan, StepResult
-from octavo.request import Request, TextDelta
+from octavo.protocol import StepResult
+from octavo.request import TextDelta
 from octavo.serving import codec
-from simulated import SimulatedExecutor, expected_beams, expected_tokens
+from scheduling import Programs, Run
 from tiny import EOS, tiny_llama
 
 PROMPT = [4, 1, 7, 7, 2]
 STOPS = (3, 17, 20, 31)
-
-
-class Run:
-    """A scheduler, its blocks and a simulated executor; beam searches and other requests side by side."""
-
-    def __init__(self, *, num_blocks: int = 64, **config: object) -> None:
-        arguments = {"model": "m", "block_size": 4, "max_model_len": 40, "max_num_seqs": 8, "seed": 1}
-        arguments |= {"max_num_batched_tokens": 32, **config}
-        self.config = EngineConfig(**arguments).for_model(4096)
-        self.blocks = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.config, self.blocks)
-        self.executor = SimulatedExecutor(num_blocks, self.config.block_size)
-        self.requests: list[tuple[Request, list[int], list[int]]] = []  # with seeds and ids of its sequences
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.ends: Counter[int] = Counter()
-        self.most_blocks = 0
-
-    def add(self, prompt: list[int], priority: int = 0, **params: object) -> list[int]:
-        request = Request(f"r{len(self.requests)}", tuple(prompt), SamplingParams(**params), priority)
-        sequences = self.scheduler.add(request)
-        ids = [seq.id for seq in sequences]
-        self.requests.append((request, [seq.sampling.seed for seq in sequences], ids))
-        return ids
-
-    def step(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if plan is None:
-            return None
-        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
-        self.executor.submit(plan)
-        self.update(plan, self.executor.collect())
-        return plan
-
-    def update(self, plan: StepPlan, result: StepResult) -> None:
-        self.most_blocks = max(self.most_blocks, self.blocks.num_used_blocks)
-        for output in self.scheduler.update(plan, result):
-            assert not self.ends[output.seq_id], "news of a sequence that has ended"
-            self.tokens[output.seq_id].extend(output.token_ids)
-            self.ends[output.seq_id] += bool(output.finish_reason or output.error)
-        self.scheduler.check_integrity()
-
-    def drain(self, limit: int = 10_000) -> None:
-        while self.scheduler.has_work:
-            assert self.step() is not None, "there is work, but nothing is scheduled"
-            limit -= 1
-            assert limit, "does not come to an end"
-        assert self.blocks.num_used_blocks == 0
-        self.blocks.check_integrity([])
-        self.executor.submit(StepPlan(0, (), finished=tuple(self.scheduler._dropped)))
-        assert not self.executor.rows, "the worker keeps rows of sequences that are gone"
-
-    def check(self, aborted: Sequence[int] = ()) -> None:
-        """Everyone has ended once, with the tokens that are expected; the aborted at most once."""
-        assert self.config.max_model_len is not None
-        for request, seeds, ids in self.requests:
-            params, prompt = request.params, list(request.prompt_token_ids)
-            if params.use_beam_search:
-                found = expected_beams(prompt, params, self.config.max_model_len)
-                assert [self.tokens[i] for i in ids[params.n :]] == [[]] * (len(ids) - params.n)
-            else:
-                found = [expected_tokens(prompt, params, s, self.config.max_model_len) for s in seeds]
-            for seq_id, tokens in zip(ids, found, strict=False):
-                if seq_id in aborted:
-                    assert self.tokens[seq_id] == tokens[: len(self.tokens[seq_id])]
-                else:
-                    assert self.tokens[seq_id] == tokens
-                    assert self.ends[seq_id] == 1
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])
@@ -207,7 +135,7 @@ def test_a_search_that_is_aborted_in_flight_leaves_nothing() -> None:
     run.scheduler.finish(*gone)
     run.update(plan, run.executor.collect())
     run.drain()
-    run.check(gone)
+    run.check(aborted=gone)
     assert not any(run.tokens[seq_id] for seq_id in gone)
 
 
@@ -221,7 +149,7 @@ def test_an_unusable_row_ends_the_whole_search_and_only_it() -> None:
     assert [run.ends[seq_id] for seq_id in bad] == [0, 1, 0]
     assert run.scheduler.num_running == 1
     run.drain()
-    run.check(bad)
+    run.check(aborted=bad)
 
 
 def test_a_search_that_might_never_fit_is_refused() -> None:
@@ -237,7 +165,7 @@ def test_a_search_that_might_never_fit_is_refused() -> None:
     run.drain()
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(Programs):
     """Random programs of searches, samples, steps, aborts and failing steps, with few blocks."""
 
     @initialize(
@@ -272,7 +200,6 @@ class Machine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             fair_scheduling=fair,
         )
-        self.aborted: list[int] = []
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
@@ -300,48 +227,6 @@ class Machine(RuleBasedStateMachine):
         search = {"use_beam_search": True, "beam_width": width, "length_penalty": length_penalty}
         with suppress(InvalidArgument):  # one that might not fit
             self.run.add(prompt, priority, n=1 + width // 2, **search, **common)
-
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.run.step()
-
-    @precondition(lambda self: self.run.requests)
-    @rule(data=st.data(), in_flight=st.booleans())
-    def abort(self, data: st.DataObject, in_flight: bool) -> None:
-        _, _, ids = data.draw(st.sampled_from(self.run.requests))
-        plan = self.run.scheduler.schedule() if in_flight else None
-        if plan:
-            self.run.executor.submit(plan)
-        self.run.scheduler.finish(*ids)
-        self.aborted += ids
-        if plan:
-            self.run.update(plan, self.run.executor.collect())
-
-    @rule()
-    def fail_a_step(self) -> None:
-        """As the engine does it: the requests in a failed step end, the others go on."""
-        plan = self.run.scheduler.schedule()
-        if plan is None:
-            return
-        self.run.executor.fail_next = True
-        with pytest.raises(StepFailed):
-            self.run.executor.submit(plan)
-        lost = {piece.seq_id for piece in plan.slices}
-        for _, _, ids in self.run.requests:
-            if lost.intersection(ids):
-                self.run.scheduler.finish(*ids)
-                self.aborted += ids
-
-    @invariant()
-    def sound(self) -> None:
-        if hasattr(self, "run"):
-            self.run.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        if hasattr(self, "run"):
-            self.run.drain()
-            self.run.check(self.aborted)
 
 
 TestMachine = Machine.TestCase

@@ -1,74 +1,13 @@
 """The scheduler against a simulated executor that checks the content of every KV slot it would read."""
 
-from collections import defaultdict
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
-from octavo.config import EngineConfig
-from octavo.engine.block_manager import BlockManager
-from octavo.engine.scheduler import Scheduler
 from octavo.errors import InvalidArgument, PromptTooLong
-from octavo.protocol import SequenceResult, StepPlan, StepResult
-from octavo.request import Request, SamplingParams
-from simulated import VOCAB, SimulatedExecutor, expected_tokens
-
-
-class Run:
-    """A scheduler, its blocks and a simulated executor."""
-
-    def __init__(self, *, num_blocks: int = 64, eos: tuple[int, ...] = (), **config: object) -> None:
-        arguments = {"model": "m", "block_size": 4, "max_model_len": 40, "max_num_seqs": 8, "seed": 1}
-        arguments |= {"max_num_batched_tokens": 32, **config}
-        self.config = EngineConfig(**arguments).for_model(4096)
-        self.blocks = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.config, self.blocks, eos)
-        self.executor = SimulatedExecutor(num_blocks, self.config.block_size)
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.reasons: dict[int, str | None] = {}
-        self.expected: dict[int, list[int]] = {}
-        self.plans: list[StepPlan] = []
-
-    def add(self, prompt: list[int], priority: int = 0, **params: object) -> list[int]:
-        request = Request(f"r{len(self.expected)}", tuple(prompt), SamplingParams(**params), priority)
-        sequences = self.scheduler.add(request)
-        assert self.config.max_model_len is not None
-        for seq in sequences:
-            seed = seq.sampling.seed
-            self.expected[seq.id] = expected_tokens(prompt, request.params, seed, self.config.max_model_len)
-        return [seq.id for seq in sequences]
-
-    def step(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if plan is None:
-            return None
-        self.plans.append(plan)
-        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
-        assert all(piece.length > 0 for piece in plan.slices)
-        self.executor.submit(plan)
-        self.update(plan, self.executor.collect())
-        return plan
-
-    def update(self, plan: StepPlan, result: StepResult) -> None:
-        for output in self.scheduler.update(plan, result):
-            self.tokens[output.seq_id].extend(output.token_ids)
-            self.reasons[output.seq_id] = output.finish_reason
-        self.scheduler.check_integrity()
-
-    def drain(self, limit: int = 10_000) -> None:
-        while self.scheduler.has_work:
-            assert self.step() is not None, "there is work, but nothing is scheduled"
-            limit -= 1
-            assert limit, "does not come to an end"
-        assert self.blocks.num_used_blocks == 0
-        self.blocks.check_integrity([])
-
-    def check(self, *seq_ids: int) -> None:
-        for seq_id in seq_ids or self.expected:
-            assert self.tokens[seq_id] == self.expected[seq_id]
+from octavo.protocol import SequenceResult, StepResult
+from scheduling import Programs, Run
 
 
 def test_one_request_runs_to_its_length() -> None:
@@ -286,7 +225,7 @@ def test_several_tokens_in_one_result_are_cut_at_the_end_of_the_sequence() -> No
     assert not run.scheduler.has_work
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(Programs):
     """Random programs of arrivals, steps, aborts and failing steps."""
 
     @initialize(
@@ -316,8 +255,6 @@ class Machine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
         )
-        self.requests: list[list[int]] = []
-        self.aborted: set[int] = set()
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=23),
@@ -328,55 +265,7 @@ class Machine(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], n: int, max_tokens: int, priority: int, stop: tuple[int, ...]) -> None:
         n = min(n, self.run.config.max_num_seqs)
-        ids = self.run.add(prompt, priority, n=n, max_tokens=max_tokens, stop_token_ids=stop)
-        self.requests.append(ids)
-
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.run.step()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), in_flight=st.booleans())
-    def abort(self, data: st.DataObject, in_flight: bool) -> None:
-        ids = data.draw(st.sampled_from(self.requests))
-        plan = self.run.scheduler.schedule() if in_flight else None
-        if plan:
-            self.run.executor.submit(plan)
-        self.run.scheduler.finish(*ids)
-        self.aborted.update(ids)
-        if plan:
-            self.run.update(plan, self.run.executor.collect())
-
-    @rule()
-    def fail_a_step(self) -> None:
-        """As the engine does it: the requests in a failed step end, the others go on."""
-        plan = self.run.scheduler.schedule()
-        if plan is None:
-            return
-        self.run.executor.fail_next = True
-        with pytest.raises(Exception, match="made to fail"):
-            self.run.executor.submit(plan)
-        lost = {piece.seq_id for piece in plan.slices}
-        for ids in self.requests:
-            if lost.intersection(ids):
-                self.run.scheduler.finish(*ids)
-                self.aborted.update(ids)
-
-    @invariant()
-    def sound(self) -> None:
-        if hasattr(self, "run"):
-            self.run.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "run"):
-            return
-        self.run.drain()
-        for seq_id, expected in self.run.expected.items():
-            tokens = self.run.tokens[seq_id]
-            assert tokens == expected[: len(tokens)]
-            assert len(tokens) == len(expected) or seq_id in self.aborted
-            assert all(0 <= token < VOCAB for token in tokens)
+        self.run.add(prompt, priority, n=n, max_tokens=max_tokens, stop_token_ids=stop)
 
 
 TestMachine = Machine.TestCase
