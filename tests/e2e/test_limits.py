@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from octavo.serving.launcher import RunningServer
-from triton_clients import GrpcStream, generate, make_repository, post, settled, wait_for_metric
+from triton_clients import (
+    WAITING,
+    GrpcStream,
+    generate,
+    make_repository,
+    post,
+    settled,
+    wait_for_metric,
+    wait_idle,
+)
 
-RUNNING = "vllm:num_requests_running"
-WAITING = "vllm:num_requests_waiting"
-USAGE = "vllm:kv_cache_usage_perc"
 PROMPT = "Tell me a long story."
 ENDLESS = json.dumps({"max_tokens": 480, "ignore_eos": True})
 
@@ -31,11 +37,6 @@ def narrow(
         fair_scheduling=True,
     )
     return start_server(repository)
-
-
-def wait_idle(server: RunningServer) -> None:
-    for name in (RUNNING, WAITING, USAGE):
-        wait_for_metric(server, 0, name)
 
 
 def test_one_too_many_is_refused_and_a_deadline_ends_those_in_line(narrow: RunningServer) -> None:

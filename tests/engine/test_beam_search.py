@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from octavo import Engine, SamplingParams
+from octavo import SamplingParams
 from octavo.engine.draft import Draft
 from octavo.errors import Cancelled, InvalidArgument, StepFailed
 from octavo.protocol import StepResult
 from octavo.request import TextDelta
 from octavo.serving import codec
 from scheduling import Programs, Run
-from tiny import EOS, tiny_llama
+from tiny import EOS
+from tiny_engine import tiny_engine
 
 PROMPT = [4, 1, 7, 7, 2]
 STOPS = (3, 17, 20, 31)
@@ -287,20 +289,7 @@ ENDS = (EOS, *range(60, 320, 20))
 NEW_TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return tiny_llama(folder)
-
-
-def build(folder: Path, **arguments: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 32, "num_gpu_blocks_override": 512}
-    defaults["num_threads"] = 1  # the model is too small for more
-    return Engine({"model": str(folder), **defaults, **arguments})
+build = partial(tiny_engine, max_num_seqs=32)
 
 
 def beams_of_transformers(

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,12 @@ from octavo.engine.embedding import embedding_of
 from octavo.errors import InvalidArgument, StepFailed
 from octavo.protocol import StepPlan
 from octavo.request import PoolingParams, TextDelta
-from tiny import tiny_llama
+from tiny_engine import tiny_engine, whole
 
 SHARED = list(range(40, 80))
 LONG = [3 + (i * i) % 250 for i in range(99)]
 PROMPTS = [[7], list(range(5, 22)), [*SHARED, 100, 101], [*SHARED, 110], LONG]
 LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return tiny_llama(folder)
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +31,13 @@ def hidden(reference: Any) -> list[torch.Tensor]:
         return [reference.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
 
 
-def build(folder: Path, **arguments: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 256}
-    return Engine({"model": str(folder), "num_threads": 1, **defaults, **arguments})
+build = partial(tiny_engine, max_num_seqs=8, num_gpu_blocks_override=256)
 
 
 @pytest.fixture
-def engine(folder: Path, reference: Any) -> Iterator[Engine]:
-    engine = build(folder)
-    yield engine
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    engine.close()
+def engine(folder: Path) -> Iterator[Engine]:
+    with whole(build(folder)) as engine:
+        yield engine
 
 
 def finish(engine: Engine) -> None:

@@ -1,6 +1,5 @@
 """The engine on a tiny random model: the same tokens as Transformers, however the work is cut up."""
 
-import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,9 @@ import torch
 
 from octavo import Engine, SamplingParams
 from octavo.errors import Cancelled, InvalidArgument, PromptTooLong, StepFailed
-from octavo.protocol import StepPlan
 from octavo.request import TextDelta
-from tiny import EOS, tiny_llama
+from tiny import EOS
+from tiny_engine import continued, preempt_every, tiny_engine, whole
 
 NEW_TOKENS = 24
 SHARED = list(range(40, 80))
@@ -31,58 +30,14 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return tiny_llama(folder)
-
-
-@pytest.fixture(scope="module")
 def expected(reference: Any) -> list[list[int]]:
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            eos_token_id=None,
-        )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
-
-
-def build(folder: Path, **arguments: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
-    defaults["num_threads"] = 1  # the model is too small for more
-    return Engine({"model": str(folder), **defaults, **arguments})
+    return continued(reference, PROMPTS, NEW_TOKENS)
 
 
 @pytest.fixture
-def engine(folder: Path, reference: Any) -> Iterator[Engine]:
-    engine = build(folder)
-    yield engine
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    engine.close()
-
-
-def preempt_every(engine: Engine, steps: int) -> None:
-    """Throws the last in rank out before every so many steps, whatever blocks are free."""
-    scheduler = engine._scheduler
-    schedule, count = scheduler.schedule, itertools.count(1)
-
-    def schedule_after_preempting() -> StepPlan | None:
-        if next(count) % steps == 0 and scheduler._running:
-            scheduler._preempt(scheduler._running.pop())
-        return schedule()
-
-    scheduler.schedule = schedule_after_preempting  # type: ignore[method-assign]
+def engine(folder: Path) -> Iterator[Engine]:
+    with whole(tiny_engine(folder)) as engine:
+        yield engine
 
 
 def is_tie(reference: Any, prompt: list[int], tokens: list[int], expected: list[int]) -> bool:
@@ -100,7 +55,7 @@ def is_tie(reference: Any, prompt: list[int], tokens: list[int], expected: list[
 def test_greedy_tokens_are_those_of_transformers_however_the_work_is_cut(
     folder: Path, reference: Any, expected: list[list[int]], block_size: int, budget: int, preempting: bool
 ) -> None:
-    engine = build(
+    engine = tiny_engine(
         folder,
         block_size=block_size,
         max_num_batched_tokens=budget,
@@ -128,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers_however_the_work_is_cut(
 
 
 def test_too_few_blocks_preempt_and_change_nothing(folder: Path, reference: Any, expected: Any) -> None:
-    engine = build(folder, block_size=8, max_model_len=128, num_gpu_blocks_override=20)
+    engine = tiny_engine(folder, block_size=8, max_model_len=128, num_gpu_blocks_override=20)
     done = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     assert [c.outputs[0].token_ids for c in done] == expected
     assert engine.stats().preemptions_total > 0
@@ -141,7 +96,7 @@ def test_a_seed_gives_the_same_sample_whatever_else_runs(folder: Path, engine: E
     crowd = engine.generate(PROMPTS, [others] * 3 + [params] + [others] * 4)[3]
     assert [o.token_ids for o in crowd.outputs] == [o.token_ids for o in alone.outputs]
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
-    preempted = build(folder, block_size=4, max_num_batched_tokens=16)
+    preempted = tiny_engine(folder, block_size=4, max_num_batched_tokens=16)
     preempt_every(preempted, 3)
     again = preempted.generate(PROMPTS, [others] * 3 + [params] + [others] * 4)[3]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in alone.outputs]
@@ -256,7 +211,7 @@ def test_a_failing_step_fails_its_own_requests_and_the_engine_goes_on(
 
 
 def test_answer_all_answers_everyone_whatever_state_the_scheduler_is_in(folder: Path, reference: Any) -> None:
-    broken = build(folder)
+    broken = tiny_engine(folder)
     deltas: list[TextDelta] = []
     for name in "ab":
         broken.add(broken.make_request(name, PROMPTS[1]), deltas.append)

@@ -13,7 +13,8 @@ from octavo.engine.offline import Completion
 from octavo.errors import Cancelled, StepFailed, Unavailable
 from octavo.protocol import Executor, StepPlan, StepResult
 from octavo.request import TextDelta
-from tiny import EOS, tiny_llama
+from tiny import EOS
+from tiny_engine import tiny_engine
 
 PROMPTS = [[7], [9, 30, 31], list(range(5, 22)), list(range(40, 80)), [3 + (i * i) % 250 for i in range(99)]]
 
@@ -65,7 +66,7 @@ class Overlapped:
     """An engine on a `ThreadedExecutor`, and what happened in it, deliveries included."""
 
     def __init__(self, folder: Path, **arguments: Any) -> None:
-        self.engine = plain_engine(folder, **arguments)
+        self.engine = tiny_engine(folder, **arguments)
         self.log: list[str] = []
         self.executor = ThreadedExecutor(self.engine._executor, self.log)
         self.engine._executor = self.executor  # type: ignore[assignment]
@@ -83,13 +84,6 @@ class Overlapped:
         return deltas
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_llama(path)
-    return path
-
-
 @pytest.fixture
 def make(folder: Path) -> Iterator[Callable[..., Overlapped]]:
     """`make(**engine_arguments)`. Each must be idle and whole at the end."""
@@ -105,11 +99,6 @@ def make(folder: Path) -> Iterator[Callable[..., Overlapped]]:
         used = run.engine.stats().num_used_blocks
         run.engine.close()
         assert used == 0
-
-
-def plain_engine(folder: Path, **arguments: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
-    return Engine({"model": str(folder), **defaults, "num_threads": 1, **arguments})
 
 
 def at_once(engine: Engine) -> Engine:
@@ -151,7 +140,7 @@ def test_outputs_are_the_same_with_and_without(
     folder: Path, make: Callable[..., Overlapped], arguments: dict[str, Any]
 ) -> None:
     greedy = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    reference = at_once(plain_engine(folder, **arguments))
+    reference = at_once(tiny_engine(folder, **arguments))
     text = reference.generate([PROMPTS[3]], SamplingParams(**greedy))[0].text
     last = reference.generate([PROMPTS[1]], SamplingParams(**greedy))[0].outputs[0].token_ids[5]
     each = [
@@ -164,7 +153,7 @@ def test_outputs_are_the_same_with_and_without(
     prompts = [PROMPTS[3], PROMPTS[1], PROMPTS[2], PROMPTS[0], PROMPTS[3]]
     expected = reference.generate(prompts, each)
     run = make(**arguments)
-    for engine in (run.engine, plain_engine(folder, **arguments)):
+    for engine in (run.engine, tiny_engine(folder, **arguments)):
         got = engine.generate(prompts, each)
         assert [said(c) for c in got] == [said(c) for c in expected]
         assert [logprobs_of(c) for c in got] == [pytest.approx(logprobs_of(c), rel=1e-4) for c in expected]
@@ -192,7 +181,7 @@ def test_a_step_is_under_way_while_the_one_before_is_delivered(make: Callable[..
 
 
 def test_an_executor_that_computes_on_this_thread_does_so_after_the_delivery(folder: Path) -> None:
-    engine = plain_engine(folder)
+    engine = tiny_engine(folder)
     events: list[str] = []
     run = engine._executor._runner.run
     engine._executor._runner.run = lambda inputs: events.append("forward") or run(inputs)  # type: ignore
@@ -287,7 +276,7 @@ def test_tokens_from_before_a_step_that_fails_are_delivered_before_its_error(
 
 
 def test_an_interrupted_delivery_leaves_no_step_in_flight(folder: Path) -> None:
-    engine = plain_engine(folder)
+    engine = tiny_engine(folder)
     before = engine.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=4))[0].outputs
     request = engine.make_request("r", PROMPTS[1], SamplingParams(temperature=0, max_tokens=4))
 
@@ -306,7 +295,7 @@ def test_an_interrupted_delivery_leaves_no_step_in_flight(folder: Path) -> None:
 def test_the_end_of_sequence_token_ends_it_the_same_way(
     folder: Path, make: Callable[..., Overlapped]
 ) -> None:
-    engine = at_once(plain_engine(folder))
+    engine = at_once(tiny_engine(folder))
     hot = [SamplingParams(temperature=5, seed=seed, max_tokens=200) for seed in range(12)]
     expected = [said(c) for c in engine.generate([PROMPTS[0]] * 12, hot)]
     assert any(token_ids[-1] == EOS for ((token_ids, _, _),) in expected)

@@ -11,35 +11,16 @@ from octavo import Engine, SamplingParams
 from octavo.errors import Cancelled, DeadlineExceeded, OctavoError
 from octavo.protocol import StepPlan
 from octavo.request import RequestStats, TextDelta
-from tiny import tiny_llama
+from tiny_engine import tiny_engine, whole
 
 PROMPT = [3 + (i * i) % 250 for i in range(70)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return folder
-
-
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine(
-        {
-            "model": str(folder),
-            "dtype": "float32",
-            "max_model_len": 256,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 32,
-            "num_gpu_blocks_override": 64,
-            "num_threads": 1,
-        }
-    )
-    yield engine
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    engine.close()
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 64}
+    with whole(tiny_engine(folder, **sizes)) as engine:
+        yield engine
 
 
 def run(engine: Engine, id: str, max_tokens: int = 5, n: int = 1, late_s: float = 0.0) -> list[TextDelta]:

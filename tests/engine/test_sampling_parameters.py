@@ -13,9 +13,9 @@ from torch import Tensor
 from octavo import Engine, SamplingParams
 from octavo.engine.offline import Completion
 from octavo.errors import InvalidArgument
-from octavo.protocol import StepPlan
 from octavo.request import TextDelta
-from tiny import FIRST_BYTE, tiny_llama
+from tiny import FIRST_BYTE
+from tiny_engine import continued, preempt_every, tiny_engine, whole
 
 NEW_TOKENS = 20
 SHARED = list(range(40, 80))
@@ -31,47 +31,18 @@ LETTERS = tuple(range(FIRST_BYTE + ord("a") - ord("!"), FIRST_BYTE + ord("z") - 
 Edit = Callable[[Tensor, list[int], list[int]], None]  # changes logits [V], given prompt and output
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return tiny_llama(folder)
-
-
-def build(folder: Path, **arguments: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
-    return Engine({"model": str(folder), "num_threads": 1, **defaults, **arguments})
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    with whole(tiny_engine(folder)) as engine:
+        yield engine
 
 
 @pytest.fixture
-def engine(folder: Path, reference: Any) -> Iterator[Engine]:
-    engine = build(folder)
-    yield engine
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    engine.close()
-
-
-@pytest.fixture
-def hard_pressed(folder: Path, reference: Any) -> Iterator[Engine]:
+def hard_pressed(folder: Path) -> Iterator[Engine]:
     """Cuts the work into small pieces and throws the last in rank out before every tenth step."""
-    engine = build(folder, block_size=4, max_num_batched_tokens=16)
-    scheduler = engine._scheduler
-    schedule, count = scheduler.schedule, itertools.count(1)
-
-    def schedule_after_preempting() -> StepPlan | None:
-        if next(count) % 10 == 0 and scheduler._running:
-            scheduler._preempt(scheduler._running.pop())
-        return schedule()
-
-    scheduler.schedule = schedule_after_preempting  # type: ignore[method-assign]
-    yield engine
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    engine.close()
+    with whole(tiny_engine(folder, block_size=4, max_num_batched_tokens=16)) as engine:
+        preempt_every(engine, 10)
+        yield engine
 
 
 def greedy(**values: Any) -> SamplingParams:
@@ -99,19 +70,7 @@ def by_hand(reference: Any, edit: Edit, prompts: list[list[int]] = PROMPTS) -> l
 def test_the_repetition_penalty_is_that_of_transformers(
     engine: Engine, hard_pressed: Engine, reference: Any
 ) -> None:
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            eos_token_id=None,
-            repetition_penalty=1.4,
-        )
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = continued(reference, PROMPTS, NEW_TOKENS, repetition_penalty=1.4)
     params = greedy(repetition_penalty=1.4)
     assert tokens(engine.generate(PROMPTS, params)) == expected
     assert tokens(hard_pressed.generate(PROMPTS, params)) == expected
