@@ -9,11 +9,11 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
 from octavo.errors import ConfigError
+from octavo.values import suggestion
 
 log = logging.getLogger("octavo")
 
@@ -186,6 +186,12 @@ class SortedArguments:
     ignored: dict[str, str]
     refused: dict[str, str]
 
+    def config(self) -> EngineConfig:
+        """Of what is honoured. Raises `ConfigError` for a value, or when there is no model."""
+        if "model" not in self.honoured:
+            raise ConfigError("'model' is missing: the path of a GGUF file or of a Hugging Face folder")
+        return EngineConfig(**self.honoured)
+
 
 def sort_arguments(arguments: Mapping[str, Any]) -> SortedArguments:
     """Sorts engine arguments, as they stand in `model.json`, by their names; `EngineConfig` checks the values
@@ -207,9 +213,7 @@ def sort_arguments(arguments: Mapping[str, Any]) -> SortedArguments:
         elif key in _FIELDS:
             honoured[key] = value
         else:
-            near = get_close_matches(key, _FIELDS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(_FIELDS))}"
-            refused[key] = f"unknown engine argument '{key}'; {hint}"
+            refused[key] = f"unknown engine argument '{key}'; {suggestion(key, _FIELDS)}"
     if honoured.get("dtype") in ("half", "float"):  # vLLM's other names for two of them
         honoured["dtype"] = {"half": "float16", "float": "float32"}[honoured["dtype"]]
     return SortedArguments(honoured, ignored, refused)
@@ -225,9 +229,7 @@ def resolve(arguments: Mapping[str, Any]) -> EngineConfig:
         log.info("engine arguments that change nothing here: %s", ", ".join(sorted(parts.ignored)))
     for why in parts.refused.values():
         raise ConfigError(why)
-    if "model" not in parts.honoured:
-        raise ConfigError("'model' is missing: the path of a GGUF file or of a Hugging Face folder")
-    return EngineConfig(**parts.honoured)
+    return parts.config()
 
 
 def _listed(values: tuple[Any, ...]) -> str:

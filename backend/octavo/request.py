@@ -7,11 +7,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from octavo.errors import InvalidArgument, NotFound, OctavoError
-from octavo.values import UNREADABLE, as_bool, field_value
+from octavo.values import UNREADABLE, as_bool, field_value, suggestion
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
@@ -207,9 +206,7 @@ def _unknown(name: str) -> str:
     shown = repr(name[:80])
     if name in _UNSUPPORTED:
         return f"sampling parameter {shown} is not supported by this version"
-    near = get_close_matches(name, _NAMES, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(sorted(_NAMES))}"
-    return f"unknown sampling parameter {shown}{hint}"
+    return f"unknown sampling parameter {shown}; {suggestion(name, _NAMES)}"
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

@@ -1,16 +1,24 @@
-"""Untyped values, of JSON or of Python callers, to typed ones. Used by `request`, on any thread.
+"""Untyped values, of JSON or of Python callers, to typed ones. Used by `request`, on any thread; and what to
+say of a name that nobody knows, for all who check names.
 
 Clients of Triton send numbers and booleans as strings, which are taken. A converter raises `ValueError`,
 `TypeError`, `KeyError` or `OverflowError` for a value that is none of its kind.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field
+from difflib import get_close_matches
 from typing import Any
 
 from octavo.errors import InvalidArgument
 
 UNREADABLE = (ValueError, TypeError, KeyError, OverflowError)
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What somebody who wrote an unknown name may have meant: the nearest of the known ones, else all."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def field_value(item: Field[Any], value: Any) -> Any:

@@ -5,12 +5,12 @@ latter `pooling` is Octavo's addition. Pure; used by `codec`.
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from octavo.errors import InvalidArgument
 from octavo.request import Pooling, PoolingParams
 from octavo.serving import strict_json
+from octavo.values import suggestion
 
 NAME = "embedding_request"
 _KEYS = ("input", "pooling_params")
@@ -38,9 +38,7 @@ def parse(text: str) -> tuple[str | tuple[int, ...], PoolingParams]:
 def _check_keys(values: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
     for key in values:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
-            raise InvalidArgument(f"'{name}' has the unknown key '{key[:80]}'; {hint}")
+            raise InvalidArgument(f"'{name}' has the unknown key '{key[:80]}'; {suggestion(key, known)}")
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:

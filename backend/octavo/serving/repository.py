@@ -16,7 +16,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelInstanceGroup
 from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
-from octavo.config import EngineConfig, sort_arguments
+from octavo.config import EngineConfig, SortedArguments, sort_arguments
 from octavo.errors import ConfigError, LaunchError, OctavoError
 from octavo.serving import codec, model_settings
 from octavo.serving.launcher import model_names
@@ -178,7 +178,7 @@ def _read_version(folder: Path, placed: Callable[[Mapping[str, Any]], Placement]
     report.errors += parts.refused.values()
     try:
         device = placed(arguments).device
-        config = _resolve(report)
+        config = _resolve(parts, report)
         if config is not None:
             _open(dataclasses.replace(config, device=device or config.device), report)
     except OctavoError as error:
@@ -186,15 +186,13 @@ def _read_version(folder: Path, placed: Callable[[Mapping[str, Any]], Placement]
     return report
 
 
-def _resolve(report: VersionReport) -> EngineConfig | None:
+def _resolve(parts: SortedArguments, report: VersionReport) -> EngineConfig | None:
     """The configuration of what is honoured; None when a value is refused, which then moves from the honoured
-    arguments to the refused ones."""
-    honoured, sound = report.honoured, True
-    if "model" not in honoured:
-        raise ConfigError("'model' is missing: the path of a GGUF file or of a Hugging Face folder")
+    arguments, the report's too, to the refused ones."""
+    honoured, sound = parts.honoured, True
     while True:
         try:
-            config = EngineConfig(**honoured)
+            config = parts.config()
             return config if sound else None
         except ConfigError as error:
             match = _QUOTED.match(str(error))
