@@ -6,7 +6,6 @@ in the group `octavo.commands`.
 """
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 import sys
@@ -18,11 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from octavo.errors import OctavoError
+from octavo.serving import installation
 from octavo.serving.repository import ModelReport, VersionReport, read_repository
 
-for _needed in ("torch", "tokenizers", "safetensors", "gguf", "jinja2"):
-    if importlib.util.find_spec(_needed) is None:
-        raise ModuleNotFoundError(f"No module named '{_needed}'", name=_needed)
+installation.require_extra()
 
 _LABEL_WIDTH = 14
 _MOST_WIDTH = 110

@@ -6,7 +6,6 @@ The `octavo` script finds this command by its entry point in the group `octavo.c
 module fails with `ModuleNotFoundError` where the `serve` extra is not installed, and never imports torch.
 """
 
-import importlib.util
 import json
 import signal
 import sys
@@ -23,9 +22,7 @@ from octavo.errors import OctavoError
 from octavo.serving import installation
 from octavo.serving.launcher import LaunchOptions, RunningServer, check, model_names
 
-for _needed in ("torch", "tokenizers", "safetensors", "gguf", "jinja2"):
-    if importlib.util.find_spec(_needed) is None:
-        raise ModuleNotFoundError(f"No module named '{_needed}'", name=_needed)
+installation.require_extra()
 
 _POLL_S = 0.1
 _PROMPT = "The three primary colours are"

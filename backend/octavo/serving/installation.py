@@ -71,6 +71,14 @@ def find(installed: Path = INSTALLED) -> Installation:
     return _wheel(f"{note}: using the nvidia-pytriton package instead" if note else None)
 
 
+def require_extra() -> None:
+    """For a module that needs the `serve` extra: fails as an import of what is missing would, but imports
+    nothing, since torch takes a second. Raises `ModuleNotFoundError`."""
+    for name in ("torch", "tokenizers", "safetensors", "gguf", "jinja2"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+
 def stub_python(stub: Path) -> str | None:
     """The Python version, such as "3.12", that a stub binary embeds; None when there is no such file."""
     try:
