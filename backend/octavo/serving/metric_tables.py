@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from octavo.engine.metrics import EngineStats, Step
+from octavo.request import RequestStats
 from octavo.serving.outbox import OpenRequest
 from octavo.serving.reply import Reply
 
@@ -191,21 +192,14 @@ _POWERS = tuple(float(2**power) for power in range(15))
 _FEW = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
-def _queue_s(done: FinishedRequest) -> float | None:
-    return None if done.reply.stats is None else done.reply.stats.queue_s
-
-
-def _prefill_s(done: FinishedRequest) -> float | None:
-    return None if done.reply.stats is None else done.reply.stats.prefill_s
-
-
-def _decode_s(done: FinishedRequest) -> float | None:
-    return None if done.reply.stats is None else done.reply.stats.decode_s
-
-
-def _inference_s(done: FinishedRequest) -> float | None:
-    stats = done.reply.stats
-    return None if stats is None else stats.prefill_s + stats.decode_s
+def _time(name: str, help: str, value: Callable[[RequestStats], float]) -> Series[FinishedRequest]:
+    """Of the engine's own account of a request's time, which not every request has."""
+    return Series(
+        name,
+        help,
+        lambda done: None if done.reply.stats is None else value(done.reply.stats),
+        buckets=_SECONDS,
+    )
 
 
 REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
@@ -227,29 +221,25 @@ REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
         lambda done: done.sent_s - done.request.arrived_s,
         buckets=_LATENCY_S,
     ),
-    Series(
+    _time(
         "vllm:request_queue_time_seconds",
         "From the request's arrival to its first step.",
-        _queue_s,
-        buckets=_SECONDS,
+        lambda stats: stats.queue_s,
     ),
-    Series(
+    _time(
         "vllm:request_prefill_time_seconds",
         "From its first step to its first token.",
-        _prefill_s,
-        buckets=_SECONDS,
+        lambda stats: stats.prefill_s,
     ),
-    Series(
+    _time(
         "vllm:request_decode_time_seconds",
         "From its first token to its last.",
-        _decode_s,
-        buckets=_SECONDS,
+        lambda stats: stats.decode_s,
     ),
-    Series(
+    _time(
         "vllm:request_inference_time_seconds",
         "From its first step to its last token.",
-        _inference_s,
-        buckets=_SECONDS,
+        lambda stats: stats.prefill_s + stats.decode_s,
     ),
     Series(
         "vllm:request_prompt_tokens",
