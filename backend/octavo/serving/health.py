@@ -30,13 +30,17 @@ class Health:
         self._draining.set()
 
     @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
+
+    @property
     def failed(self) -> bool:
         """Whether only loading the model anew can help."""
         return self._loop.failure is not None
 
     def problem(self) -> str | None:
         """Why no request should be sent here now; None while all is well."""
-        if self._draining.is_set():
+        if self.draining:
             return "it is being unloaded"
         failure = self._loop.failure
         if failure is not None:

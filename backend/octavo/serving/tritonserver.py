@@ -103,7 +103,6 @@ class TritonPythonModel:
         self._shutdown_signal = ShutdownSignal(self._drain)
         self._parent_watch = ParentWatch()
         self._collector = QuietCollector()
-        self._draining = False
         for part in (
             self._loop,
             self._metrics_thread,
@@ -160,9 +159,8 @@ class TritonPythonModel:
 
     def _drain(self) -> None:
         """Takes no more requests and gives those in flight `shutdown_timeout_s` to finish."""
-        if self._draining:
+        if self._health.draining:
             return
-        self._draining = True
         self._health.drain()
         log.info("shutting down: %d requests in flight", len(self._outbox.requests()))
         self._intake.close()
