@@ -104,16 +104,16 @@ class Intake:
         if isinstance(call, codec.Cancel):
             self._cancel_named(call.request_id, request)
             return
+        make_request = partial(
+            self._engine.make_request,
+            request.id,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            tenant=call.tenant,
+            arrived_s=request.arrived_s,
+        )
         if isinstance(call, codec.Embed):
-            ready = self._engine.make_request(
-                request.id,
-                call.prompt,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                tenant=call.tenant,
-                arrived_s=request.arrived_s,
-                embed=call.pooling,
-            )
+            ready = make_request(call.prompt, embed=call.pooling)
             self._submit(request, ready, Reply(ready.params, call.returns, stream=False))
             return
         prompt = call.prompt
@@ -121,16 +121,7 @@ class Intake:
         if isinstance(prompt, codec.Chat):
             text = self._engine.tokenizer.render_chat(prompt.messages)
             prompt = tuple(self._engine.encode(text, add_special_tokens=False))
-        ready = self._engine.make_request(
-            request.id,
-            prompt,
-            call.params,
-            priority=call.priority,
-            cumulative_logprob=call.returns.cumulative_logprob,
-            cache_salt=call.cache_salt,
-            tenant=call.tenant,
-            arrived_s=request.arrived_s,
-        )
+        ready = make_request(prompt, call.params, cumulative_logprob=call.returns.cumulative_logprob)
         if call.echo and text is None:
             text = self._engine.tokenizer.decode(ready.prompt_token_ids, call.params.skip_special_tokens)
         reply = Reply(call.params, call.returns, call.stream, text if call.echo else None)
