@@ -8,15 +8,19 @@ from octavo_kernels import ops
 SIZES = [(1, 1, 4), (2, 31, 8), (1, 33, 64), (7, 1000, 132), (33, 1537, 64), (193, 600, 32), (2, 20000, 8)]
 
 
+def pack(matrix: torch.Tensor) -> ops.PackedLinear:
+    packed = ops.pack_linear(matrix)
+    if packed is None:
+        pytest.skip("the products are compiled for AVX-512 only")
+    return packed
+
+
 def weights(kind: str, outputs: int, inputs: int) -> tuple[ops.PackedLinear | ops.Int8Linear, torch.dtype]:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight = torch.randn(outputs, inputs).to(dtype)
     if kind == "int8":
         return ops.quantise_int8(weight), dtype
-    packed = ops.pack_linear(weight)
-    if packed is None:
-        pytest.skip("the products are compiled for AVX-512 only")
-    return packed, dtype
+    return pack(weight), dtype
 
 
 def whole(x: torch.Tensor, weight: ops.PackedLinear | ops.Int8Linear) -> torch.Tensor:
@@ -51,17 +55,11 @@ def test_a_row_with_a_nan_has_none(kind: str) -> None:
 def test_one_nan_among_the_outputs_is_seen() -> None:
     matrix = torch.randn(1100, 64)
     matrix[1099, 3] = torch.nan
-    packed = ops.pack_linear(matrix)
-    if packed is None:
-        pytest.skip("the products are compiled for AVX-512 only")
-    assert ops.linear_best(torch.randn(2, 64), packed, 3)[1].isnan().all()
+    assert ops.linear_best(torch.randn(2, 64), pack(matrix), 3)[1].isnan().all()
 
 
 def test_nothing_above_minus_infinity() -> None:
-    packed = ops.pack_linear(torch.full((100, 4), -torch.inf))
-    if packed is None:
-        pytest.skip("the products are compiled for AVX-512 only")
-    ids, values = ops.linear_best(torch.ones(1, 4), packed, 3)
+    ids, values = ops.linear_best(torch.ones(1, 4), pack(torch.full((100, 4), -torch.inf)), 3)
     assert (values == -torch.inf).all()
     assert ((ids >= 0) & (ids < 100)).all()
 
