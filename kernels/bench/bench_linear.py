@@ -25,8 +25,8 @@ def compare_products(
     turns: int,
     tolerance: float | None = None,
 ) -> None:
-    """A line for each shape and number of rows. `ours` and `other` make a product of a weight of `dtype`: more
-    products than a cache holds, at `weight_bytes` for a number of the weight."""
+    """A line for each shape and number of rows. `ours` and `other` make a product of a weight of `dtype`:
+    more products than a cache holds, at `weight_bytes` for a number of the weight."""
     for outputs, inputs in SHAPES:
         copies = max(1, CACHE_BYTES // (outputs * inputs * weight_bytes))
         weights = [(torch.randn(outputs, inputs) / inputs**0.5).to(dtype) for _ in range(copies)]
