@@ -1,7 +1,7 @@
-"""Int8 weights with a scale for each output, made of the checkpoint's when it is loaded, and int8 activations
-with a scale for 128 columns of each token, found as they come. On SmolLM2-135M that costs 1.5 % of
-perplexity, the output head's 0.2 included; one scale for a whole token costs 4 %, nearly all of it in the products that
-follow a norm.
+"""Int8 weights with a scale for each output, made of the checkpoint's when it is loaded, and int8
+activations with a scale for 128 columns of each token, found as they come. On SmolLM2-135M that costs 1.5 %
+of perplexity, the output head's 0.2 included; one scale for a whole token costs 4 %, nearly all of it in
+the products that follow a norm.
 
 Half the bytes of bfloat16 and, with VNNI, twice its products a second.
 """
