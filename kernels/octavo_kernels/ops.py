@@ -9,6 +9,7 @@ kernels in `cpu`, as far as those have them; the torch reference serves all else
 Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
 """
 
+from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, dtype
 
 from octavo_kernels import reference
 from octavo_kernels.cpu import activation as cpu_activation
+from octavo_kernels.cpu import decoder_layers as cpu_decoder_layers
 from octavo_kernels.cpu import library as cpu_library
 from octavo_kernels.cpu import linear as cpu_linear
 from octavo_kernels.cpu import linear_int8 as cpu_linear_int8
@@ -27,17 +29,25 @@ from octavo_kernels.cpu import paged_attention as cpu_paged_attention
 from octavo_kernels.cpu import rms_norm as cpu_rms_norm
 from octavo_kernels.cpu import rope_store as cpu_rope_store
 from octavo_kernels.cpu import sampling as cpu_sampling
+from octavo_kernels.cpu.decoder_layers import Attention, FusedLayer, FusedLayers, Norm, Product
 from octavo_kernels.cpu.library import native
 from octavo_kernels.cpu.linear import PackedLinear
 from octavo_kernels.reference.plan import BatchPlan, KVLayout
 
 __all__ = [
+    "Attention",
     "BatchPlan",
+    "FusedLayer",
+    "FusedLayers",
     "Int8Linear",
     "KVLayout",
+    "Norm",
     "PackedLinear",
+    "Product",
     "add_rms_norm",
     "best_token",
+    "fuse_layers",
+    "fused_product",
     "kv_store",
     "linear",
     "linear_best",
@@ -234,6 +244,7 @@ class Int8Linear:
     """A weight [N, K] of int8 with a float32 scale for each row; made by `quantise_int8`."""
 
     out_features: int
+    in_features: int
     scales: Tensor  # [N]
     weight: Tensor | None  # [N, K] int8, for the reference;
     packed: tuple[Tensor, Tensor] | None  # or what it is packed into
@@ -243,11 +254,12 @@ class Int8Linear:
 def quantise_int8(weight: Tensor) -> Int8Linear:
     """Rounds `weight` [N, K] to multiples of each row's largest magnitude / 127."""
     rounded, scales = reference.linear_int8.quantise(weight)
+    rows, columns = weight.shape
     lib = native(weight)
     if lib is not None and cpu_linear_int8.takes(lib, rounded):
         packed = cpu_linear_int8.pack(lib, rounded, scales)
-        return Int8Linear(len(weight), scales, None, packed, lib)
-    return Int8Linear(len(weight), scales, rounded, None, None)
+        return Int8Linear(rows, columns, scales, None, packed, lib)
+    return Int8Linear(rows, columns, scales, rounded, None, None)
 
 
 def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Tensor:
@@ -275,6 +287,26 @@ def linear_best(x: Tensor, weight: PackedLinear | Int8Linear, count: int) -> tup
     if weight.lib is not None and weight.packed is not None:
         return cpu_linear_int8.best(weight.lib, x, weight.packed, weight.out_features, count)
     return reference.sampling.best(linear_int8(x, weight), count)
+
+
+def fused_product(weight: PackedLinear | Int8Linear, bias: Tensor | None) -> Product | None:
+    """`linear` or `linear_int8` of a layer for `fuse_layers`; None where no native kernel multiplies it."""
+    if isinstance(weight, PackedLinear):
+        return Product(weight.lib, weight.packed, None, bias, weight.out_features, weight.in_features)
+    if weight.lib is None or weight.packed is None:
+        return None
+    packed, scales = weight.packed
+    return Product(weight.lib, packed, scales, bias, weight.out_features, weight.in_features)
+
+
+def fuse_layers(layers: Sequence[FusedLayer | None]) -> FusedLayers | None:
+    """What runs all of them in one call; None where the native kernels of this CPU cannot, or one is None.
+
+    Each layer is what `rms_norm` (from the second on `add_rms_norm`), `linear`, `rope_and_store`,
+    `paged_attention`, `linear`, `add_rms_norm`, `linear`, `silu_and_mul` and `linear` give in this order.
+    """
+    known = [layer for layer in layers if layer is not None and cpu_decoder_layers.takes(layer)]
+    return FusedLayers(known) if known and len(known) == len(layers) else None
 
 
 def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,10 @@ from octavo.layers.linear import Shard
 from octavo.models.decoder import Decoder, rotary_embedding
 from octavo.models.model_config import ModelConfig, RopeConfig
 from octavo.models.registry import build_model
+from octavo.quant.base import Scheme, Unquantised
+from octavo.quant.int8 import Int8
 from octavo.weights.loader import load_weights, open_checkpoint
+from octavo_kernels.cpu import linear
 from tiny import tiny_llama
 
 CPU = torch.device("cpu")
@@ -60,11 +63,14 @@ def make_model(folder: Path, **overrides: Any) -> Any:
 
 
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, layers: range | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
+    scheme: Scheme | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     checkpoint = open_checkpoint(str(folder))
     config = ModelConfig.from_dict(checkpoint.config())
-    model = build_model(config, dtype, CPU, layers=layers)
+    model = build_model(config, dtype, CPU, layers=layers, scheme=scheme)
     if layers is None:
         load_weights(model.weight_map(), checkpoint)
     else:
@@ -147,6 +153,25 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
         sampled = drive_everything(Driver(model, config, block_size, torch.bfloat16))
         assert all(logits.dtype == torch.bfloat16 for _, _, logits in sampled)
         check(sampled, reference, 0.05)
+
+
+@pytest.mark.parametrize("scheme", [Unquantised(), Int8()], ids=["unquantised", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["tied", "biases", "one KV head", "rope llama3"])
+def test_layers_in_one_call_give_the_bits_of_kernels_one_by_one(
+    tmp_path: Path, variant: str, dtype: torch.dtype, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, **{**VARIANTS[variant], "head_dim": 32})
+    model, config = load(tmp_path, dtype, scheme=scheme)
+    if not linear.serves(dtype):
+        pytest.skip("this CPU has no products of our own")
+    assert model._fused is not None
+    together = drive_everything(Driver(model, config, 8, dtype))
+    monkeypatch.setattr(model, "_fused", None)
+    one_by_one = drive_everything(Driver(model, config, 8, dtype))
+    for (*who, logits), (*other, wanted) in zip(together, one_by_one, strict=True):
+        assert who == other
+        assert torch.equal(logits, wanted)
 
 
 def test_stages_of_a_pipeline_are_the_whole_model(tmp_path: Path) -> None:

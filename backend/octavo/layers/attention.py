@@ -48,3 +48,9 @@ class Attention:
             batch.plan,
         )
         return attended.flatten(1)
+
+    def fused(self, group: int) -> ops.Attention:
+        """This layer for `ops.fuse_layers`."""
+        return ops.Attention(
+            self._num_heads, self._head_size, self._scale, self._window, self._soft_cap, group
+        )

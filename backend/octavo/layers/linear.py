@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.quant.base import Scheme
-from octavo_kernels import host_memory
+from octavo_kernels import host_memory, ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class Linear:
         Only without a bias."""
         assert self._bias is None
         return self._weight.best(x, count)
+
+    def fused(self) -> ops.Product | None:
+        """This layer for `ops.fuse_layers`; None where that cannot have it. Only after `finish_loading`."""
+        return self._weight.fused(self._bias)
 
     def finish_loading(self) -> None:
         self._weight.finish_loading()

@@ -22,5 +22,9 @@ class RMSNorm:
         """The norm of `x + residual`, and that sum, which is the next residual: each [T, H]."""
         return ops.add_rms_norm(x, residual, self._weight, self._eps)
 
+    def fused(self) -> ops.Norm:
+        """This layer for `ops.fuse_layers`."""
+        return ops.Norm(self._weight, self._eps)
+
     def weight_map(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self._name}.weight", self._weight

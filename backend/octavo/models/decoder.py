@@ -65,6 +65,10 @@ class GatedMLP:
         """`x` [T, H]. Returns [T, H]."""
         return self._down(ops.silu_and_mul(self._gate_up(x)))
 
+    def fused(self) -> tuple[ops.Product | None, ops.Product | None]:
+        """The two products for `ops.fuse_layers`."""
+        return self._gate_up.fused(), self._down.fused()
+
     def finish_loading(self) -> None:
         self._gate_up.finish_loading()
         self._down.finish_loading()
@@ -114,6 +118,15 @@ class DecoderLayer:
         hidden, residual = self._mlp_norm.add(hidden, residual)
         return self._mlp(hidden), residual
 
+    def fused(self) -> ops.FusedLayer | None:
+        """This layer for `ops.fuse_layers`; None where that cannot have it. Only after `finish_loading`."""
+        qkv, output, (gate_up, down) = self._qkv.fused(), self._output.fused(), self._mlp.fused()
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        attention = self._attention.fused(self._group)
+        input_norm, mlp_norm = self._input_norm.fused(), self._mlp_norm.fused()
+        return ops.FusedLayer(input_norm, qkv, attention, output, mlp_norm, gate_up, down)
+
     def finish_loading(self) -> None:
         for part in (self._qkv, self._output, self._mlp):
             part.finish_loading()
@@ -143,22 +156,28 @@ class Decoder:
         self._embedding = embedding
         self._norm = norm
         self._head = head
+        self._fused: ops.FusedLayers | None = None  # all layers in one call, where they can be
 
     def forward(
         self, inputs: ModelInput, caches: Sequence[LayerCache], hidden: Tensor | None = None
     ) -> Tensor:
         """Stores the batch's K and V in `caches`, one for each layer here; returns hidden states [T, H].
 
-        `hidden` [T, H] is what the stage before returned; the first stage takes none.
+        `hidden` [T, H] is what the stage before returned, and may be overwritten; the first stage takes none.
         """
         if hidden is None:
             assert self._embedding is not None
             hidden = self._embedding(inputs.input_ids)
         cos, sin = self._rotary(inputs.positions)
+        if self._fused is not None and self._fused.takes(hidden, caches):
+            return self._finish(*self._fused.run(hidden, cos, sin, caches, inputs.attention))
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             hidden, residual = layer(hidden, residual, cos, sin, cache, inputs)
         assert residual is not None
+        return self._finish(hidden, residual)
+
+    def _finish(self, hidden: Tensor, residual: Tensor) -> Tensor:
         return hidden + residual if self._norm is None else self._norm.add(hidden, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -180,6 +199,7 @@ class Decoder:
         """Lets weights take the form they are multiplied in; the views of `weight_map` are void then."""
         for layer in self._layers:
             layer.finish_loading()
+        self._fused = ops.fuse_layers([layer.fused() for layer in self._layers])
         if self._head is not None:
             self._head.finish_loading()
         elif self._embedding is not None and self._norm is not None:  # tied, and the last stage

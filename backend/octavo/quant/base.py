@@ -33,6 +33,9 @@ class Weight(Protocol):
         """The `count` largest of each row of `multiply(x, None)`, as `ops.linear_best` returns them: ids and
         values, [T, count]."""
 
+    def fused(self, bias: Tensor | None) -> ops.Product | None:
+        """`multiply` for `ops.fuse_layers`; None where that cannot have it. Only after `finish_loading`."""
+
 
 class Scheme(Protocol):
     def make_weight(
@@ -43,6 +46,14 @@ class Scheme(Protocol):
     def weight_of(self, matrix: Tensor) -> Weight:
         """A weight of the same numbers, ready to be multiplied. `matrix` [out_features, in_features] is of
         the activations' type, and stays as it is."""
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """What a weight takes once it is loaded, but for rows that packing may add: up to 31."""
+
+    def num_copied_bytes(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        """What `weight_of` takes beside the matrix, just so."""
 
 
 class DenseWeight:
@@ -79,6 +90,9 @@ class DenseWeight:
             return ops.linear_best(x, self._packed, count)
         return ops.best_logits(self.multiply(x, None), count)
 
+    def fused(self, bias: Tensor | None) -> ops.Product | None:
+        return None if self._packed is None else ops.fused_product(self._packed, bias)
+
 
 class Unquantised:
     """The scheme of a checkpoint without quantisation (or one that its reader undoes, as with GGUF)."""
@@ -92,3 +106,11 @@ class Unquantised:
         weight = DenseWeight(matrix)
         weight.finish_loading()
         return weight
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        return out_features * in_features * dtype.itemsize
+
+    def num_copied_bytes(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        return self.num_bytes(out_features, in_features, dtype) if packing.packs(dtype, device) else 0

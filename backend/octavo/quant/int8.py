@@ -38,6 +38,10 @@ class Int8Weight:
         assert self._weight is not None
         return ops.linear_best(x, self._weight, count)
 
+    def fused(self, bias: Tensor | None) -> ops.Product | None:
+        assert self._weight is not None
+        return ops.fused_product(self._weight, bias)
+
 
 class Int8:
     """The scheme of `quantization: "int8"`."""
@@ -51,3 +55,11 @@ class Int8:
         weight = Int8Weight(matrix)
         weight.finish_loading()
         return weight
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        return out_features * (in_features + torch.float32.itemsize)
+
+    def num_copied_bytes(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        return self.num_bytes(out_features, in_features, dtype)

@@ -11,14 +11,19 @@ from torch import Tensor
 
 def can_pack(weight: Tensor) -> bool:
     """`weight` [out, in]."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    return packs(weight.dtype, weight.device)
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights like that can be packed here."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(operators._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return dtype == torch.float32
 
 
 def pack(weight: Tensor) -> Tensor:

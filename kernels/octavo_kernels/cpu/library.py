@@ -31,6 +31,7 @@ _SIGNATURES = {
     "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
     "octavo_sample": (_I, [_P] * 7 + [_I] * 5),
     "octavo_token_logprobs": (_I, [_P] * 7 + [_I] * 6),
+    "octavo_decoder_layers": (_I, [_P, _P, _I, _P]),
     "octavo_pack_linear": (None, [_P] * 2 + [_I] * 3),
     "octavo_linear": (None, [_P] * 4 + [_I] * 5),
     "octavo_linear_best": (_I, [_P] * 4 + [_I] * 6),

@@ -21,16 +21,17 @@ def takes(
     context_lens: Tensor,
     query_start: Tensor,
 ) -> bool:
-    head_size = q.shape[2]
     return (
-        head_size % _LANES == 0
-        and head_size <= _MAX_HEAD_SIZE
-        and q.shape[1] <= _MAX_GROUP * k_cache.shape[1]
+        takes_heads(q.shape[1], k_cache.shape[1], q.shape[2])
         and q.stride(2) == 1
         and q.dtype == k_cache.dtype == v_cache.dtype
         and block_tables.dtype == context_lens.dtype == query_start.dtype == torch.int32
         and all(x.is_contiguous() for x in (k_cache, v_cache, block_tables, context_lens, query_start))
     )
+
+
+def takes_heads(num_heads: int, num_kv_heads: int, head_size: int) -> bool:
+    return head_size % _LANES == 0 and head_size <= _MAX_HEAD_SIZE and num_heads <= _MAX_GROUP * num_kv_heads
 
 
 def paged_attention(
