@@ -5,6 +5,7 @@ client competes with the server for the same cores, so its callbacks only note w
 CPU time is part of the answer.
 """
 
+import itertools
 import json
 import shutil
 import socket
@@ -12,7 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,30 +89,40 @@ def _note(arrivals: list[Arrival], ended: threading.Semaphore) -> Callable[[Any,
 
 
 def _summary(arrivals: Sequence[Sequence[Arrival]], start_s: float) -> dict[str, Any]:
-    """Tokens that come in one response come 0 s after each other."""
-    counts, gaps_s, last_s = [], [], start_s
-    for stream in arrivals:
-        before_s = None
-        for at_s, result in stream:
-            if isinstance(result, Exception):
-                raise RuntimeError(f"the server answered: {result}")
-            last_s = max(last_s, at_s)
-            tokens = result.as_numpy("num_output_tokens")
-            if tokens is None:
-                continue  # the empty final response
-            counts.append(int(tokens.sum()))
-            if before_s is not None:
-                gaps_s.append(at_s - before_s)
-            gaps_s += [0.0] * (counts[-1] - 1)
-            before_s = at_s
-    cuts_s = statistics.quantiles(gaps_s, n=100) if len(gaps_s) > 1 else [0.0] * 99
+    """Tokens that come in one response come 0 s after each other. `steady` is what comes once every stream
+    has its first token: before that a stream waits for the prompts of the others."""
+    streams = [list(_tokens(stream)) for stream in arrivals]
+    counts = [count for stream in streams for _, count in stream]
+    all_in_s = max(stream[0][0] for stream in streams)
+    gaps_s, steady_s = [], []
+    for stream in streams:
+        for (before_s, _), (at_s, count) in itertools.pairwise(stream):
+            gaps = [at_s - before_s, *[0.0] * (count - 1)]
+            gaps_s += gaps
+            if before_s >= all_in_s:
+                steady_s += gaps
     return {
-        "seconds": last_s - start_s,
+        "seconds": max(stream[-1][0] for stream in streams) - start_s,
         "tokens": sum(counts),
         "tokens_per_response": statistics.mean(counts),
-        "inter_token_p50_s": cuts_s[49],
-        "inter_token_p99_s": cuts_s[98],
+        "inter_token_p50_s": _percentile(gaps_s, 50),
+        "inter_token_p99_s": _percentile(gaps_s, 99),
+        "steady_p99_s": _percentile(steady_s, 99),
     }
+
+
+def _tokens(stream: Iterable[Arrival]) -> Iterator[tuple[float, int]]:
+    """When a response came, and how many tokens were in it. Raises `RuntimeError` with the first error."""
+    for at_s, result in stream:
+        if isinstance(result, Exception):
+            raise RuntimeError(f"the server answered: {result}")
+        tokens = result.as_numpy("num_output_tokens")
+        if tokens is not None:  # else it is the empty final response
+            yield at_s, int(tokens.sum())
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
 
 
 def _inputs(prompt: Sequence[int], output: int, stream: bool) -> list[Any]:

@@ -190,7 +190,7 @@ def test_ratios_are_those_of_medians_and_are_judged() -> None:
 def test_streams_starts_and_limits_are_judged_too() -> None:
     results = measured(octavo__batch=[3.54], octavo__prefill=[1.0], vllm__batch=[9.0])
     results.answers["octavo-streams"] = {
-        "batch": [{"seconds": 4.0, "tokens_per_response": 1.5, "inter_token_p99_s": 0.05}]
+        "batch": [{"seconds": 4.0, "tokens_per_response": 1.5, "steady_p99_s": 0.05}]
     }
     results.starts_s = {"warm": [1.0, 3.0, 2.0], "cold": [10.0]}
     results.read_bytes_per_s = [20e9]
@@ -199,7 +199,7 @@ def test_streams_starts_and_limits_are_judged_too() -> None:
     by_label = {row.label: row for row in rows(results, [])}
     assert {label: (round(row.value, 6), row.met) for label, row in by_label.items()} == {
         "octavo-streams: tokens per response": (1.5, True),
-        "octavo-streams: inter-token p99 in steps of octavo": (2.5, False),
+        "octavo-streams: inter-token p99 in steps, prompts done": (2.5, False),
         "load of vllm / start of octavo serve, warm": (15.0, True),
         "load of vllm / start of octavo serve, cold": (3.0, False),
         "octavo: share of the read bandwidth in a decode step": (0.5, None),

@@ -11,11 +11,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 COMMON_FLAGS = (
-    "-std=gnu11 -O3 -fPIC -shared -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-std=gnu11 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
     "-Wall -Wextra -Wno-psabi -pthread"
 ).split()
 _AVX512 = (
@@ -86,25 +87,37 @@ def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
             new = Path(scratch) / "kernels.so"
-            command = [*compiler, *arguments, "-o", str(new), *map(str, sources), "-lm"]
-            ran = subprocess.run(
-                command,
-                capture_output=True,
-                encoding="utf-8",  # of its quotation marks, whatever this process's own encoding is
-                errors="replace",
-                timeout=_LONGEST_COMPILATION_S,
-            )
-            if ran.returncode:
-                said = next((line for line in ran.stderr.splitlines() if "error" in line.lower()), ran.stderr)
-                raise BuildError(f"{shlex.join(compiler)} failed ({ran.returncode}): {said.strip()}")
+            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            commands = [
+                [*compiler, *arguments, "-c", "-o", str(to), str(source)]
+                for source, to in zip(sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, commands))
+            _run([*compiler, *arguments, "-shared", "-o", str(new), *map(str, objects), "-lm"])
             new.replace(target)
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{shlex.join(compiler)} took more than {_LONGEST_COMPILATION_S} s") from error
     except OSError as error:
         raise BuildError(
             f"nothing can be written under {folder}: {error.strerror}; set OCTAVO_CACHE to a folder that can"
         ) from error
     return target
+
+
+def _run(command: Sequence[str]) -> None:
+    """Raises `BuildError` with the compiler's first complaint."""
+    try:
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",  # of its quotation marks, whatever this process's own encoding is
+            errors="replace",
+            timeout=_LONGEST_COMPILATION_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {_LONGEST_COMPILATION_S} s") from error
+    if ran.returncode:
+        said = next((line for line in ran.stderr.splitlines() if "error" in line.lower()), ran.stderr)
+        raise BuildError(f"{command[0]} failed ({ran.returncode}): {said.strip()}")
 
 
 def _compiler() -> list[str]:
