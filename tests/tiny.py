@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 EOS = 1
 FIRST_BYTE = 3  # ids 0..2 are special, then come the 256 bytes, then a few merges
 SPECIALS = ("<pad>", "<eos>", "<user>")
@@ -20,6 +18,7 @@ def tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Any:
 
     Weights are larger than Transformers' initial ones, so that argmax decisions are not near ties.
     """
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

@@ -4,14 +4,17 @@ import http.client
 import json
 import queue
 import shutil
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import grpc as grpclib
 import numpy as np
 import tritonclient.grpc as grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from octavo.serving.launcher import RunningServer
 
@@ -63,6 +66,16 @@ def post(server: RunningServer, verb: str, body: Mapping[str, Any] | bytes) -> t
     return answer
 
 
+def control(server: RunningServer, model: str, verb: str) -> tuple[int, str]:
+    """POST /v2/repository/models/MODEL/VERB, `load` or `unload`: the status and the answer."""
+    connection = connect(server)
+    connection.request("POST", f"/v2/repository/models/{model}/{verb}", b"{}")
+    response = connection.getresponse()
+    answer = response.status, response.read().decode()
+    connection.close()
+    return answer
+
+
 def generate(server: RunningServer, **body: Any) -> dict[str, Any]:
     status, answer = post(server, "generate", body)
     assert status == 200, answer
@@ -107,12 +120,17 @@ class Response:
 
 
 class GrpcStream:
-    """A gRPC stream of its own, so that leaving or cancelling it concerns its requests only."""
+    """A gRPC stream of its own, so that leaving or cancelling it concerns its requests only.
 
-    def __init__(self, server: RunningServer) -> None:
+    With `status_codes` the first error ends the stream, with its code as the call's status. Not beside other
+    streams: the server of the wheel is then killed by its own SIGSEGV, once in some hundred errors.
+    """
+
+    def __init__(self, server: RunningServer, status_codes: bool = False) -> None:
         self._client = grpc.InferenceServerClient(server.grpc)
         self._responses: queue.Queue[Response] = queue.Queue()
-        self._client.start_stream(self._take, headers={"triton_grpc_error": "true"})
+        headers = {"triton_grpc_error": "true"} if status_codes else None
+        self._client.start_stream(self._take, headers=headers)
 
     def send(
         self,
@@ -175,6 +193,35 @@ class GrpcStream:
         self._responses.put(Response(now, final, outputs))
 
 
+def own_channel(address: str) -> grpclib.Channel:
+    """A connection of its own: by default all channels of a process to one server share one."""
+    return grpclib.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+
+
+def bare_stream(
+    channel: grpclib.Channel, message: service_pb2.ModelInferRequest, timeout_s: float | None = None
+) -> Any:
+    """A stream of one request: an iterator over its responses, to which nothing is sent but what is asked
+    for. Without a client around it, which leaves a thread behind for each stream that is cancelled."""
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    return stub.ModelStreamInfer(iter([message]), timeout=timeout_s)
+
+
+def stream_message(
+    id: str = "", model: str = "llm", parameters: Mapping[str, int] | None = None, **inputs: str | bool
+) -> service_pb2.ModelInferRequest:
+    message = service_pb2.ModelInferRequest(model_name=model, id=id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, number in (parameters or {}).items():
+        message.parameters[name].int64_param = number
+    for name, value in inputs.items():
+        text = value.encode() if isinstance(value, str) else None
+        message.inputs.add(name=name, datatype="BOOL" if text is None else "BYTES", shape=[1])
+        raw = struct.pack("?", value) if text is None else struct.pack("<I", len(text)) + text
+        message.raw_input_contents.append(raw)
+    return message
+
+
 def _tensor(name: str, value: Any) -> grpc.InferInput:
     array = np.array([value.encode()], np.object_) if isinstance(value, str) else np.array(value).reshape(-1)
     array = array.astype(np.int32) if array.dtype == np.int64 else array
@@ -219,6 +266,6 @@ def wait_for_metric(server: RunningServer, expected: float, name: str, **labels:
     """How long it took, in seconds. The gauges are refreshed about once a second."""
     started = time.monotonic()
     while (value := Metrics(server).value(name, **labels)) != expected:
-        assert time.monotonic() - started < 10, f"{name} is {value}, not {expected}"
+        assert time.monotonic() - started < TIMEOUT_S, f"{name} is {value}, not {expected}"
         time.sleep(0.05)
     return time.monotonic() - started

@@ -42,6 +42,13 @@ _WITH_BEAM_SEARCH = frozenset(
     "skip_special_tokens".split()
 )
 
+# What has no meaning without one, and the values that ask for nothing.
+_OF_BEAM_SEARCH_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "beam_width": (None, 1),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -175,11 +182,13 @@ class SamplingParams:
 def _check_beam_search(params: SamplingParams) -> None:
     """Raises `InvalidArgument` where the parameters of a beam search contradict the others."""
     if not params.use_beam_search:
-        if params.beam_width not in (None, 1) or params.length_penalty != 1 or params.early_stopping:
-            raise InvalidArgument(
-                "'beam_width', 'length_penalty' and 'early_stopping' are of a beam search; set "
-                "'use_beam_search' to true, or leave them out"
-            )
+        for name, without in _OF_BEAM_SEARCH_ONLY.items():
+            value = getattr(params, name)
+            if value not in without:
+                raise InvalidArgument(
+                    f"'{name}' is {value}, but belongs to a beam search; set 'use_beam_search' to true, or "
+                    "leave it out"
+                )
         return
     if params.temperature not in (0, 1) or params.top_k > 0:
         raise InvalidArgument(
@@ -189,7 +198,10 @@ def _check_beam_search(params: SamplingParams) -> None:
     unset = SamplingParams()
     for item in fields(params):
         if item.name not in _WITH_BEAM_SEARCH and getattr(params, item.name) != getattr(unset, item.name):
-            raise InvalidArgument(f"'{item.name}' cannot be combined with 'use_beam_search'; leave it out")
+            value = repr(getattr(params, item.name))[:80]
+            raise InvalidArgument(
+                f"'{item.name}' cannot be combined with 'use_beam_search': it is {value}; leave it out"
+            )
     if params.beam_width is None and params.num_sequences == 1:
         raise InvalidArgument("a beam search needs a width: set 'beam_width', or 'best_of' or 'n' above 1")
     if params.n > params.num_sequences:

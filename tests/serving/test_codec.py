@@ -270,6 +270,18 @@ def test_unknown_request_parameters_are_refused_beside_sampling_parameters_too()
         generate({"tempature": 1}, sampling_parameters="{}")
 
 
+def test_json_may_be_nested_up_to_a_depth() -> None:
+    def nested(depth: int) -> str:
+        return '{"stop": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+    with pytest.raises(InvalidArgument, match=r"'stop' is \[\[\[.*; expected a string"):
+        generate(sampling_parameters=nested(64))
+    with pytest.raises(InvalidArgument, match="is JSON that is nested too deeply; allowed: 64 levels"):
+        generate(sampling_parameters=nested(65))
+    flat = sampling(stop=["[" * 60, "{" * 60])  # brackets in a text are no nesting
+    assert len(generate(sampling_parameters=flat).params.stop) == 2
+
+
 def test_a_pair_of_surrogate_escapes_is_one_character() -> None:
     assert generate(sampling_parameters=r'{"stop": "\ud83d\ude00"}').params.stop == ("😀",)
 

@@ -105,6 +105,8 @@ class Generate:
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Embed:
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def check_sizes(inputs: Tensors, parameters: str = "") -> int:
     for name, array in inputs.items():
         spec = _INPUTS.get(name)
         if spec is None:
-            raise InvalidArgument(f"unknown input '{name[:80]}'; known: {', '.join(_INPUTS)}")
+            raise InvalidArgument(f"unknown input {name[:80]!r}; known: {', '.join(_INPUTS)}")
         size = sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
         if size > spec.max_bytes:
             raise InvalidArgument(f"'{name}' has {size} bytes; allowed: {spec.max_bytes}")
@@ -172,7 +176,7 @@ def parse(inputs: Tensors, parameters: str = "") -> Generate | Embed | Cancel:
     if sampling is None:
         params = SamplingParams.parse(other)
     else:
-        for name in other.keys() - SAMPLING_NAMES:
+        for name in sorted(other.keys() - SAMPLING_NAMES):
             SamplingParams.parse({name: None})  # says what is wrong with the name
         params = SamplingParams.parse(strict_json.load_object(sampling, "sampling_parameters"))
     if stream and params.use_beam_search:
@@ -239,7 +243,8 @@ def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:
             )
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise InvalidArgument(f"message {position} must have a '{key}' that is a string")
+                what = f"it is {strict_json.kind(message[key])}" if key in message else "it has none"
+                raise InvalidArgument(f"message {position} must have a '{key}' that is a string; {what}")
     return Chat(tuple(messages))
 
 

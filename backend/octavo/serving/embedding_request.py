@@ -38,7 +38,7 @@ def parse(text: str) -> tuple[str | tuple[int, ...], PoolingParams]:
 def _check_keys(values: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
     for key in values:
         if key not in known:
-            raise InvalidArgument(f"'{name}' has the unknown key '{key[:80]}'; {suggestion(key, known)}")
+            raise InvalidArgument(f"'{name}' has the unknown key {key[:80]!r}; {suggestion(key, known)}")
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:

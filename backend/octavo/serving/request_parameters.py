@@ -52,7 +52,7 @@ def split(parameters: str) -> tuple[dict[str, Any], dict[str, Any]]:
             pass
         elif name.startswith("octavo_"):
             known = ", ".join((*_OWN, _DEADLINE))
-            raise InvalidArgument(f"unknown request parameter '{name[:80]}'; known: {known}")
+            raise InvalidArgument(f"unknown request parameter {name[:80]!r}; known: {known}")
         elif name not in _RESERVED and not name.startswith(_RESERVED_PREFIX):
             rest[name] = value
     return own, rest
@@ -73,13 +73,22 @@ def _priority(name: str, value: Any) -> int:
 
 
 def _name(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
-        raise InvalidArgument(f"'{name}' must be a string of 1 to {MAX_NAME_CHARS} characters")
-    return value
+    if isinstance(value, str) and 1 <= len(value) <= MAX_NAME_CHARS:
+        return value
+    # Its text is not repeated: a salt is a secret.
+    what = f"it has {len(value)}" if isinstance(value, str) else f"it is {strict_json.kind(value)}"
+    raise InvalidArgument(f"'{name}' must be a string of 1 to {MAX_NAME_CHARS} characters; {what}")
+
+
+def _trace_header(name: str, value: Any) -> str:
+    """Of W3C's trace context, which says to ignore what is malformed: no request fails for that."""
+    return value if isinstance(value, str) else ""
 
 
 _OWN: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "octavo_priority": ("priority", _priority),
     "cache_salt": ("cache_salt", _name),
     "tenant": ("tenant", _name),
+    "traceparent": ("traceparent", _trace_header),
+    "tracestate": ("tracestate", _trace_header),
 }
