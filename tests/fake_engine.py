@@ -3,9 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from octavo.config import resolve
+from octavo.config import EngineConfig
 from octavo.engine.metrics import EngineStats, StepLog
 from octavo.errors import Cancelled, DeadlineExceeded, InvalidArgument, OctavoError
 from octavo.request import Request, RequestStats, SamplingParams, Sink, TextDelta
@@ -40,9 +41,13 @@ class FakeTokenizer:
 class FakeEngine:
     """Continues every sequence with a, b, c, ..., a token a step; `paused` keeps it from stepping."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self.arguments = arguments
-        self.config = resolve({"model": "m", **arguments})
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.arguments = {
+            item.name: value
+            for item in fields(config)
+            if (value := getattr(config, item.name)) != item.default
+        }
         self.tokenizer = FakeTokenizer()
         self.open: dict[str, tuple[Request, Sink, int]] = {}
         self._on_start: dict[str, Callable[[], None]] = {}
@@ -100,6 +105,7 @@ class FakeEngine:
             for request, sink, position in list(self.open.values()):
                 self._advance(request, sink, position)
             self.steps.end()
+            self.steps.note_parts(0.25, 0.125)
         time.sleep(0.001)
         return True
 
@@ -119,6 +125,8 @@ class FakeEngine:
             prefix_hits_total=5,
             steps_total=self.steps.num_steps,
             step_s_total=self.steps.duration_s,
+            forward_s_total=self.steps.forward_s,
+            sample_s_total=self.steps.sample_s,
             requests_finished=self.finished,
         )
 

@@ -12,9 +12,27 @@ from octavo.errors import ConfigError
 
 def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="octavo"):
-        config = resolve({"model": "m", "disable_log_stats": True, "enforce_eager": True, "max_num_seqs": 4})
+        config = resolve({"model": "m", "swap_space": 4, "enforce_eager": True, "max_num_seqs": 4})
     assert (config.model, config.max_num_seqs, config.block_size) == ("m", 4, 16)
-    assert "disable_log_stats, enforce_eager" in caplog.text
+    assert "enforce_eager, swap_space" in caplog.text
+
+
+def test_switches_may_be_words_as_in_repositories_of_the_vllm_backend() -> None:
+    config = resolve({"model": "m", "disable_log_stats": "True", "enable_prefix_caching": "false"})
+    assert (config.disable_log_stats, config.enable_prefix_caching) == (True, False)
+
+
+def test_an_error_about_one_argument_names_it_for_programs_too() -> None:
+    for arguments, key in (
+        ({"model": "m", "block_size": 0}, "block_size"),
+        ({"model": "m", "dtype": "int3"}, "dtype"),
+        ({"model": "m", "seed": "x"}, "seed"),
+        ({"model": "m", "enable_lora": True}, "enable_lora"),
+        ({}, "model"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(arguments)
+        assert caught.value.key == key
 
 
 NOTHING = {
@@ -98,6 +116,16 @@ def test_no_name_is_in_two_tables() -> None:
         ),
         ({"model": "m", "runner": "draft"}, 'allowed: "auto" and "generate" and "pooling" and null'),
         ({"model": None}, "'model' is missing"),
+        ({"model": "m", "max_log_len": -1}, "'max_log_len' is -1; allowed: 0 and more"),
+        ({"model": "m", "otlp_traces_endpoint": ""}, "'otlp_traces_endpoint' is ''; allowed: a URL"),
+        (
+            {"model": "m", "disable_log_stats": "yes"},
+            "'disable_log_stats' is 'yes'; it must be true or false",
+        ),
+        (
+            {"model": "m", "enable_log_requests": True, "disable_log_requests": "true"},
+            "'enable_log_requests' and 'disable_log_requests' are both true; leave one of them out",
+        ),
         ({"model": "m", "num_threads": 0}, "'num_threads' is 0; allowed: 1 to 1024"),
         ({"model": "m", "num_threads": -1}, "'num_threads' is -1; allowed: 1 to 1024"),
         ({"model": "m", "num_threads": 1025}, "'num_threads' is 1025; allowed: 1 to 1024"),

@@ -19,6 +19,7 @@ log = logging.getLogger("octavo")
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 
 # vLLM's arguments that change nothing here, by why. They are taken, and named once in the log.
 _IGNORED_BECAUSE = {
@@ -30,10 +31,10 @@ _IGNORED_BECAUSE = {
         "generation_config allowed_local_media_path allowed_media_domains"
     ),
     "logs and metrics are the server's": (
-        "disable_log_requests disable_log_stats enable_log_requests max_log_len log_level logging_config "
-        "log_config_file aggregate_engine_logging show_hidden_metrics_for_version otlp_traces_endpoint "
+        "log_level logging_config log_config_file aggregate_engine_logging show_hidden_metrics_for_version "
         "collect_detailed_traces kv_cache_metrics cudagraph_metrics custom_histogram_buckets"
     ),
+    "prompts are not logged unless enable_log_requests says so": "disable_log_requests",
     "it is about vLLM's own kernels and compiler": (
         "enforce_eager max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes "
         "cudagraph_capture_sizes max_cudagraph_capture_size compilation_config optimization_level "
@@ -48,7 +49,7 @@ _IGNORED_BECAUSE = {
     ),
     "the scheduler has no such switch": (
         "use_v2_block_manager num_scheduler_steps multi_step_stream_outputs num_lookahead_slots "
-        "async_scheduling scheduler_delay_factor scheduler_cls scheduling_policy preemption_mode "
+        "async_scheduling scheduler_delay_factor scheduler_cls preemption_mode "
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold watermark "
         "stream_interval prefix_caching_hash_algo disable_hybrid_kv_cache_manager"
     ),
@@ -110,7 +111,8 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_queue_size: int | None = None  # requests that may wait for their first step; no limit when None
-    fair_scheduling: bool = False  # the line is taken by turns of tenants; by arrival when false
+    scheduling_policy: SchedulingPolicy = "priority"  # see engine/policy.py
+    fair_scheduling: bool = False  # the line is taken by turns of tenants, each with its own by the policy
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None  # CPU: a quarter of the free memory, at most 4 GiB, when None
     num_gpu_blocks_override: int | None = None
@@ -121,12 +123,16 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     quantization: str | None = None
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # fp8 and int8 take half the memory of bfloat16, and a scale for each token
+    disable_log_stats: bool = False  # no metrics of the engine
+    enable_log_requests: bool = False  # a log line for each request, with its prompt
+    max_log_len: int | None = None  # characters, or token ids, of a prompt in the log; all when None
+    otlp_traces_endpoint: str | None = None  # where spans go, by OpenTelemetry's protocol; nowhere when None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise ConfigError(f"'{name}' is {getattr(self, name)!r}; allowed: {allowed}")
+                raise ConfigError(f"'{name}' is {getattr(self, name)!r}; allowed: {allowed}", name)
 
         for name, hint in get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), hint)
@@ -155,25 +161,36 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) == 1, name, "1 in this version")
         require(self.quantization in (None, "gguf", "int8"), "quantization", "null, 'gguf' and 'int8'")
-        require(self.kv_cache_dtype == "auto", "kv_cache_dtype", "'auto' in this version")
+        require(
+            self.kv_cache_dtype in ("auto", "fp8", "fp8_e4m3", "int8"),
+            "kv_cache_dtype",
+            "'auto' (the model's own type), 'fp8', 'fp8_e4m3' (the same) and 'int8'",
+        )
+        require(self.max_log_len is None or self.max_log_len >= 0, "max_log_len", "0 and more")
+        require(
+            self.otlp_traces_endpoint != "", "otlp_traces_endpoint", "a URL, such as http://localhost:4317"
+        )
 
     def for_model(self, max_positions: int) -> "EngineConfig":
         """The same, with `max_model_len` known. Raises `ConfigError` when the model's limit is exceeded."""
         if self.max_model_len is not None and self.max_model_len > max_positions:
             raise ConfigError(
-                f"'max_model_len' is {self.max_model_len}; the model takes at most {max_positions} tokens"
+                f"'max_model_len' is {self.max_model_len}; the model takes at most {max_positions} tokens",
+                "max_model_len",
             )
         length = self.max_model_len or max_positions
         config = dataclasses.replace(self, max_model_len=length)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < length:
             raise ConfigError(
                 f"'max_num_batched_tokens' is {self.max_num_batched_tokens}; while enable_chunked_prefill is "
-                f"false it must hold a whole prompt: max_model_len ({length}) and more"
+                f"false it must hold a whole prompt: max_model_len ({length}) and more",
+                "max_num_batched_tokens",
             )
         return config
 
 
 _FIELDS = {f.name for f in dataclasses.fields(EngineConfig)}
+_SWITCHES = {name for name, hint in get_type_hints(EngineConfig).items() if hint is bool}
 
 _TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false", float: "a number"}
 
@@ -189,7 +206,9 @@ class SortedArguments:
     def config(self) -> EngineConfig:
         """Of what is honoured. Raises `ConfigError` for a value, or when there is no model."""
         if "model" not in self.honoured:
-            raise ConfigError("'model' is missing: the path of a GGUF file or of a Hugging Face folder")
+            raise ConfigError(
+                "'model' is missing: the path of a GGUF file or of a Hugging Face folder", "model"
+            )
         return EngineConfig(**self.honoured)
 
 
@@ -211,11 +230,16 @@ def sort_arguments(arguments: Mapping[str, Any]) -> SortedArguments:
             else:
                 refused[key] = f"'{key}' is {repr(value)[:80]}: {why}; allowed: {_listed(allowed)}"
         elif key in _FIELDS:
-            honoured[key] = value
+            honoured[key] = _switch(value) if key in _SWITCHES else value
         else:
             refused[key] = f"unknown engine argument '{key}'; {suggestion(key, _FIELDS)}"
     if honoured.get("dtype") in ("half", "float"):  # vLLM's other names for two of them
         honoured["dtype"] = {"half": "float16", "float": "float32"}[honoured["dtype"]]
+    if honoured.get("enable_log_requests") is True and _switch(arguments.get("disable_log_requests")) is True:
+        del honoured["enable_log_requests"]
+        refused["enable_log_requests"] = (
+            "'enable_log_requests' and 'disable_log_requests' are both true; leave one of them out"
+        )
     return SortedArguments(honoured, ignored, refused)
 
 
@@ -227,9 +251,14 @@ def resolve(arguments: Mapping[str, Any]) -> EngineConfig:
     parts = sort_arguments(arguments)
     if parts.ignored:
         log.info("engine arguments that change nothing here: %s", ", ".join(sorted(parts.ignored)))
-    for why in parts.refused.values():
-        raise ConfigError(why)
+    for key, why in parts.refused.items():
+        raise ConfigError(why, key)
     return parts.config()
+
+
+def _switch(value: Any) -> Any:
+    """Repositories of Triton's vLLM backend have "true" for true."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _listed(values: tuple[Any, ...]) -> str:
@@ -245,9 +274,9 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     choices = get_args(hint)
     if choices:
         if value not in choices:
-            raise ConfigError(f"'{name}' is {value!r}; allowed: {', '.join(choices)}")
+            raise ConfigError(f"'{name}' is {value!r}; allowed: {', '.join(choices)}", name)
         return
     if hint is float and type(value) is int:
         return
     if type(value) is not hint:
-        raise ConfigError(f"'{name}' is {value!r}; it must be {_TYPE_NAMES[hint]}")
+        raise ConfigError(f"'{name}' is {value!r}; it must be {_TYPE_NAMES[hint]}", name)

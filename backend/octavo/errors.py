@@ -40,6 +40,11 @@ class PromptTooLong(InvalidArgument):
 class ConfigError(OctavoError):
     code = "INVALID_ARG"
 
+    def __init__(self, message: str, key: str | None = None) -> None:
+        """`key`: the one argument that is at fault, if the message is about one."""
+        super().__init__(message)
+        self.key = key
+
 
 class NotFound(OctavoError):
     code = "NOT_FOUND"

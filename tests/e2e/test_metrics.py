@@ -70,12 +70,19 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
         "vllm:e2e_request_latency_seconds_count": 4,
         "octavo:coalesced_responses_total": 0,
     }
-    finished = {
-        reason: after.value("vllm:request_success_total", finished_reason=reason, **LABELS)
-        - before.value("vllm:request_success_total", finished_reason=reason)
-        for reason in ("stop", "length", "abort", "error")
-    }
-    assert finished == {"stop": 1, "length": 3, "abort": 0, "error": 0}
+    for name in ("vllm:request_success_total", "octavo:finished_requests_total"):
+        finished = {
+            reason: after.value(name, finished_reason=reason, **LABELS)
+            - before.value(name, finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        assert finished == {"stop": 1, "length": 3, "abort": 0, "error": 0}
+    for name, expected in (("octavo:refused_requests_total", 1), ("octavo:failed_requests_total", 0)):
+        errors = {
+            code: after.value(name, code=code, **LABELS) - before.value(name, code=code)
+            for code in ("INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+        }
+        assert errors == {**dict.fromkeys(errors, 0), "INVALID_ARG": expected}
     for gauge in (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -99,12 +106,14 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
         "octavo:batch_size_count": steps,
         "octavo:step_time_seconds_count": steps,
     }
-    for name in ("queue", "prefill", "decode", "inference"):
-        assert (
-            after.value(f"vllm:request_{name}_time_seconds_count")
-            - before.value(f"vllm:request_{name}_time_seconds_count")
-            == 4
-        )
+    times = [f"vllm:request_{name}_time_seconds" for name in ("queue", "prefill", "decode", "inference")]
+    for name in (*times, "octavo:queue_time_seconds"):
+        assert after.value(f"{name}_count") - before.value(f"{name}_count") == 4
+    forward_s, sampling_s, step_s = (
+        after.value(f"octavo:{name}_seconds_total", **LABELS) - before.value(f"octavo:{name}_seconds_total")
+        for name in ("forward", "sampling", "step")
+    )
+    assert 0 < sampling_s < forward_s < forward_s + sampling_s < step_s
     blocks = {
         kind: after.value("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind, **LABELS)
         for kind in ("max", "used", "free", "tokens_per", "fraction")
@@ -114,7 +123,7 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
     for kind in ("waiting", "scheduled"):
         assert after.value("nv_trt_llm_request_metrics", request_type=kind) == 0
     assert after.value("octavo:ready", instance="llm_0_0", **LABELS) == 1
-    assert after.value("vllm:num_preemptions_total") == 0
+    assert after.value("vllm:num_preemptions_total") == after.value("octavo:preemptions_total") == 0
 
 
 def test_metrics_and_model_outlive_reloading(

@@ -13,7 +13,7 @@ import torch
 from numerics import relative_error
 from octavo import Engine, SamplingParams
 from octavo.engine.embedding import embedding_of
-from octavo.errors import InvalidArgument, StepFailed
+from octavo.errors import InvalidArgument, PromptTooLong, StepFailed
 from octavo.protocol import StepPlan
 from octavo.request import PoolingParams, TextDelta
 from tiny_engine import tiny_engine, whole
@@ -177,6 +177,16 @@ def test_one_that_is_aborted_between_chunks_leaves_nothing(folder: Path, hidden:
     assert list(engine._executor._pooler._prompts) == [2]  # its row goes with the next plan
     embed(engine, ([5], LAST))
     assert list(engine._executor._pooler._prompts) == [3]
+
+
+def test_a_prompt_may_fill_the_model(folder: Path, hidden: list[torch.Tensor]) -> None:
+    engine = build(folder, max_model_len=len(LONG), max_num_batched_tokens=16, num_gpu_blocks_override=7)
+    (vector,) = embed(engine, (LONG, LAST))
+    assert relative_error(vector, expected(hidden[4], LAST)) < 1e-5
+    with pytest.raises(PromptTooLong, match=r"the prompt has 100 tokens; max_model_len is 99$"):
+        engine.make_request("r", [*LONG, 7], embed=LAST)
+    with pytest.raises(PromptTooLong, match="at most 98 fit beside one new token"):
+        engine.make_request("r", LONG)
 
 
 def test_states_that_are_no_numbers_end_their_own_request_and_are_not_reused(

@@ -14,7 +14,9 @@ def test_steps_are_measured_handed_out_once_and_added_up() -> None:
         time.sleep(0.005)
         assert steps.running_s() >= 0.005
         steps.end()
+        steps.note_parts(0.003, 0.001)
     assert steps.running_s() == 0
+    assert (steps.forward_s, steps.sample_s) == (0.006, 0.002)
     taken = steps.take()
     assert [(step.num_tokens, step.num_sequences) for step in taken] == [(7, 1), (1, 1)]
     assert all(step.duration_s >= 0.005 for step in taken)

@@ -238,4 +238,4 @@ def test_a_tenant_reaches_the_engine(llm: LoadedModel) -> None:
     llm.ask("", {"max_tokens": 1}, text_input="").sender.wait()
     assert [request.tenant for request in llm.engine.seen] == ["acme", None]
     error = llm.ask("", {"tenant": ""}, text_input="").sender.error()
-    assert error.message == "[INVALID_ARG] 'tenant' must be a string of 1 to 4096 characters"
+    assert error.message == "[INVALID_ARG] 'tenant' must be a string of 1 to 4096 characters; it has 0"

@@ -63,7 +63,7 @@ def test_a_repository_of_the_vllm_backend_is_read_key_by_key(model: MakeModel) -
     (version,) = report.versions
     assert sorted(version.honoured) == ["dtype", "max_model_len", "max_num_seqs", "model"]
     assert version.ignored == {
-        "disable_log_requests": "logs and metrics are the server's",
+        "disable_log_requests": "prompts are not logged unless enable_log_requests says so",
         "enable_lora": "it asks for nothing",
         "quantization": "null stands for the default",
     }

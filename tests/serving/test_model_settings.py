@@ -14,7 +14,7 @@ def read(**parameters: str) -> Settings:
 
 
 def test_defaults() -> None:
-    assert read() == Settings(20.0, True, True, False, ())
+    assert read() == Settings(20.0, True, True, False, (), False)
 
 
 @pytest.mark.parametrize(("value", "on"), [("true", True), ("YES", True), ("False", False), ("no", False)])
@@ -27,6 +27,11 @@ def test_the_deadline_is_the_models_own_before_the_launchers() -> None:
     environ = {"OCTAVO_SHUTDOWN_TIMEOUT_S": "7"}
     assert Settings.read({}, environ).shutdown_timeout_s == 7
     assert Settings.read({"shutdown_timeout_s": "3"}, environ).shutdown_timeout_s == 3
+
+
+def test_the_request_log_is_json_or_off() -> None:
+    assert read(request_log="json").log_requests
+    assert not read(request_log="off").log_requests
 
 
 def test_gpus_are_numbers() -> None:
@@ -46,6 +51,7 @@ def test_gpus_are_numbers() -> None:
         ("GPU_DEVICE_IDS", "-1", "'GPU_DEVICE_IDS' is '-1'; allowed: numbers of GPUs"),
         ("shutdown_timeout_s", "nan", "'shutdown_timeout_s' is 'nan'; allowed: 0 to 86400 seconds"),
         ("coalesce_responses", "yes", "'coalesce_responses' is 'yes'; allowed: 'true'"),
+        ("request_log", "text", "'request_log' is 'text'; allowed: 'json'"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_named(name: str, value: str, words: str) -> None:

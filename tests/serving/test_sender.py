@@ -60,7 +60,7 @@ class Run:
             self.outbox,
             self.server,
             cancel=lambda request: self.outbox.fail(request, Cancelled("cancelled")),
-            on_done=lambda request: self.done.append(request.client_id),
+            on_done=lambda ended: self.done.append(ended.request.client_id),
             on_tick=lambda: None,
         )
 
@@ -199,7 +199,7 @@ def test_without_streaming_nothing_is_counted(make: Callable[..., Run]) -> None:
     run.put(whole, "d", last=True)
     assert run.settle()[0] == ("whole", "abcd")
     assert run.sender.num_coalesced == 0
-    assert run.done == ["whole"]
+    assert run.done == ["whole", "held"]
 
 
 def test_what_comes_after_the_final_response_is_dropped(make: Callable[..., Run]) -> None:

@@ -1,19 +1,22 @@
 """The engine's numbers under vLLM's names, and a server that has no place for them."""
 
+import itertools
 import logging
 import threading
 import time
 
 import pytest
 
-from fakes import FakeTriton, LoadedModel
+from fakes import FakeTriton, Load, LoadedModel
 from octavo.engine.metrics import EngineStats, Step
+from octavo.errors import InvalidArgument, OctavoError, Unavailable
 from octavo.request import RequestStats, SamplingParams, TextDelta
 from octavo.serving.codec import Returns
+from octavo.serving.ended_request import EndedRequest
 from octavo.serving.metric_tables import REQUEST_HISTOGRAMS, STEP_HISTOGRAMS
-from octavo.serving.metrics_thread import MetricsThread
 from octavo.serving.outbox import OpenRequest
 from octavo.serving.reply import Reply
+from octavo.serving.reporting_thread import ReportingThread
 from octavo.serving.triton_metrics import TritonMetrics
 
 
@@ -33,6 +36,8 @@ def stats(**changes: object) -> EngineStats:
         "prefix_hits_total": 16,
         "steps_total": 9,
         "step_s_total": 0.5,
+        "forward_s_total": 0.25,
+        "sample_s_total": 0.125,
         "requests_finished": {"stop": 4, "length": 2},
     }
     return EngineStats(**{**values, **changes})  # type: ignore[arg-type]
@@ -40,6 +45,10 @@ def stats(**changes: object) -> EngineStats:
 
 def make(triton: FakeTriton, instance: str = "llm_0_0") -> TritonMetrics:
     return TritonMetrics(triton.module.MetricFamily, "llm", "1", instance)
+
+
+def ended(request: OpenRequest, error: OctavoError | None = None) -> EndedRequest:
+    return EndedRequest(request, error, time.monotonic())
 
 
 def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
@@ -69,6 +78,9 @@ def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
         "octavo:coalesced_responses_total": 7,
         "octavo:steps_total": 9,
         "octavo:step_seconds_total": 0.5,
+        "octavo:forward_seconds_total": 0.25,
+        "octavo:sampling_seconds_total": 0.125,
+        "octavo:preemptions_total": 1,
         "vllm:prompt_tokens_total": 100,
         "vllm:generation_tokens_total": 70,
         "vllm:num_preemptions_total": 1,
@@ -76,8 +88,63 @@ def test_gauges_and_counters_follow_the_engine(triton: FakeTriton) -> None:
         "vllm:prefix_cache_hits_total": 16,
     }
     for reason, count in {"stop": 5, "length": 2, "abort": 1, "error": 0}.items():
-        metric = triton.metric("vllm:request_success_total", model="llm", version="1", finished_reason=reason)
-        assert metric.value == count
+        for name in ("vllm:request_success_total", "octavo:finished_requests_total"):
+            metric = triton.metric(name, model="llm", version="1", finished_reason=reason)
+            assert metric.value == count
+
+
+def test_errors_are_counted_by_code_and_by_whether_the_engine_had_the_request(triton: FakeTriton) -> None:
+    metrics = make(triton)
+
+    def end(error: OctavoError, *, taken: bool) -> None:
+        request = OpenRequest("r", None)  # type: ignore[arg-type]
+        if taken:
+            request.hand_over(lambda: None)
+        metrics.observe(ended(request, error))
+
+    end(InvalidArgument("x"), taken=False)
+    metrics.update(stats(), ready=True, num_coalesced=0)
+    end(InvalidArgument("x"), taken=False)
+    end(Unavailable("full"), taken=False)
+    end(Unavailable("late"), taken=True)
+    metrics.update(stats(), ready=True, num_coalesced=0)
+    found = {
+        (name.removeprefix("octavo:"), dict(labels)["code"]): metric.value
+        for (name, labels), metric in triton.metrics.items()
+        if "code" in dict(labels) and metric.value
+    }
+    assert found == {
+        ("refused_requests_total", "INVALID_ARG"): 2,
+        ("refused_requests_total", "UNAVAILABLE"): 1,
+        ("failed_requests_total", "UNAVAILABLE"): 1,
+    }
+    assert triton.metric("vllm:time_to_first_token_seconds").observed == []
+
+
+def test_every_code_of_an_error_has_a_series(triton: FakeTriton) -> None:
+    make(triton)
+    kinds, codes = [OctavoError], set()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        codes.add(kind.code)
+    for name in ("octavo:refused_requests_total", "octavo:failed_requests_total"):
+        assert {dict(labels)["code"] for n, labels in triton.metrics if n == name} == codes
+
+
+def test_buckets_suit_a_gpu_and_a_large_model_on_a_cpu() -> None:
+    """What is measured, in seconds, lies between the ends; neighbours are a factor of five apart at most."""
+    ranges = {
+        "vllm:time_to_first_token_seconds": (0.005, 100),
+        "vllm:time_per_output_token_seconds": (0.002, 3),
+        "vllm:e2e_request_latency_seconds": (0.02, 1000),
+        "octavo:queue_time_seconds": (0.002, 300),
+        "octavo:step_time_seconds": (0.0005, 20),
+    }
+    buckets = {series.name: series.buckets for series in (*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS)}
+    for name, (least, most) in ranges.items():
+        assert buckets[name][0] <= least < most <= buckets[name][-1]
+        assert max(high / low for low, high in itertools.pairwise(buckets[name])) <= 5, name
 
 
 def test_load_balancers_find_blocks_and_queue_by_the_names_they_know(triton: FakeTriton) -> None:
@@ -119,7 +186,7 @@ def test_latencies_of_a_request(triton: FakeTriton) -> None:
     now = time.monotonic()
     request.arrived_s, request.first_token_s, request.last_token_s = now - 3, now - 2, now - 1
     request.num_tokens = 10
-    metrics.observe(request)
+    metrics.observe(ended(request))
     assert triton.metric("vllm:time_to_first_token_seconds").observed == [pytest.approx(1)]
     assert triton.metric("vllm:time_per_output_token_seconds").observed == [pytest.approx(1 / 4)]
     assert triton.metric("vllm:e2e_request_latency_seconds").observed == [pytest.approx(3, abs=0.5)]
@@ -135,9 +202,10 @@ def test_where_a_requests_time_went_and_what_it_asked_for(triton: FakeTriton) ->
     times = RequestStats(queue_s=0.5, prefill_s=1.0, decode_s=2.0, cached_prompt_tokens=0, preemptions=0)
     request.reply.add(TextDelta("r", num_prompt_tokens=12, stats=times, request_finished=True))
     request.count_tokens(1)
-    metrics.observe(request)
+    metrics.observe(ended(request))
     expected = {
         "vllm:request_queue_time_seconds": 0.5,
+        "octavo:queue_time_seconds": 0.5,
         "vllm:request_prefill_time_seconds": 1.0,
         "vllm:request_decode_time_seconds": 2.0,
         "vllm:request_inference_time_seconds": 3.0,
@@ -155,9 +223,9 @@ def test_one_token_has_no_time_between_tokens_and_none_no_first(triton: FakeTrit
     metrics = make(triton)
     request = OpenRequest("r", None)  # type: ignore[arg-type]
     request.reply = Reply(SamplingParams(), Returns(), stream=True)
-    metrics.observe(request)
+    metrics.observe(ended(request))
     request.count_tokens(1)
-    metrics.observe(request)
+    metrics.observe(ended(request))
     assert triton.metric("vllm:time_per_output_token_seconds").observed == []
     assert len(triton.metric("vllm:time_to_first_token_seconds").observed) == 1
 
@@ -173,7 +241,7 @@ def test_a_server_without_histograms_gets_the_rest(triton: FakeTriton) -> None:
 def test_a_server_without_metrics_costs_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     metrics = TritonMetrics(None, "llm", "1", "llm_0_0")
     metrics.update(stats(), ready=True, num_coalesced=0)
-    metrics.observe(OpenRequest("r", None))  # type: ignore[arg-type]
+    metrics.observe(ended(OpenRequest("r", None)))  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == [
         "no metrics of the engine: this server has no custom metrics"
     ]
@@ -183,25 +251,25 @@ def test_metrics_that_the_operator_does_not_want_cost_one_log_line(
     triton: FakeTriton, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="octavo"):
-        metrics = TritonMetrics(triton.module.MetricFamily, "llm", "1", "llm_0_0", reported=False)
+        metrics = TritonMetrics(triton.module.MetricFamily, "llm", "1", "llm_0_0", off="a switch")
     metrics.update(stats(), ready=True, num_coalesced=0)
-    assert [record.message for record in caplog.records] == [
-        "no metrics of the engine: the parameter REPORT_CUSTOM_METRICS says so"
-    ]
+    assert [record.message for record in caplog.records] == ["no metrics of the engine: a switch says so"]
     assert triton.metrics == {}
 
 
 def test_what_is_put_is_written_in_order_and_a_failure_stops_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    thread, written = MetricsThread(), []
+    thread, written = ReportingThread(), []
     thread.put(lambda: written.append(1))
     thread.put(lambda: 1 / 0)
     thread.put(lambda: written.append(threading.current_thread().name))
     thread.start()
     thread.stop(5)
-    assert written == [1, "octavo-metrics"]
-    assert [record.message for record in caplog.records] == ["updating the metrics failed"]
+    assert written == [1, "octavo-reporting"]
+    assert [record.message for record in caplog.records] == [
+        "a metric, a log line or a span could not be written"
+    ]
 
 
 def test_metrics_that_are_switched_off_cost_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,3 +290,11 @@ def test_a_served_request_shows_in_the_metrics(llm: LoadedModel, triton: FakeTri
     assert triton.metric("vllm:request_success_total", finished_reason="length").value == 1
     assert len(triton.metric("vllm:e2e_request_latency_seconds").observed) == 1
     assert triton.metric("octavo:ready").value == 0
+
+
+def test_disable_log_stats_switches_them_off(load: Load, triton: FakeTriton) -> None:
+    llm = load({"model": "m.gguf", "disable_log_stats": "true"})
+    llm.ask(text_input="a", parameters={"max_tokens": 5}).sender.wait()
+    llm.finalize()
+    assert triton.metrics == {}
+    assert "no metrics of the engine: 'disable_log_stats' in model.json says so" in triton.log()

@@ -106,7 +106,7 @@ def test_a_failed_step_is_reported_and_the_executor_goes_on(
         raise ValueError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr("octavo_kernels.ops.silu_and_mul", broken)
+        patch.setattr("octavo_kernels.ops.add_rms_norm", broken)
         executor.submit(StepPlan(step_id=7, finished=(1,), **prompt(2, (1,))))
         with pytest.raises(StepFailed, match=r"^step 7 failed: ValueError: out of luck$") as failure:
             executor.collect()

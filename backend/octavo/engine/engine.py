@@ -107,11 +107,11 @@ class Engine:
             arrived_s = time.monotonic()
         params = params or SamplingParams()
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        self._scheduler.check(len(ids), params)
-        self._check_vocabulary(ids, params)
+        self._scheduler.check(len(ids), params, embeds=embed is not None)
+        self._check_vocabulary("input" if embed else "input_ids", ids, params)
         most = self.model_config.hidden_size
         if embed and embed.dimensions is not None and not 1 <= embed.dimensions <= most:
-            raise InvalidArgument(f"'dimensions' is {embed.dimensions}; allowed: 1 to {most}")
+            raise InvalidArgument(f"'dimensions' is {str(embed.dimensions)[:80]}; allowed: 1 to {most}")
         return Request(
             id,
             tuple(map(int, ids)),
@@ -125,10 +125,10 @@ class Engine:
             embed,
         )
 
-    def _check_vocabulary(self, ids: Items[int], params: SamplingParams) -> None:
+    def _check_vocabulary(self, prompt_name: str, ids: Items[int], params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
         named = {
-            "input_ids": ids,
+            prompt_name: ids,
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids or (),
             "logit_bias": tuple(params.logit_bias),
@@ -136,7 +136,7 @@ class Engine:
         for name, tokens in named.items():
             bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if bad is not None:
-                raise InvalidArgument(f"'{name}' holds {bad}; allowed: 0 to {vocab_size - 1}")
+                raise InvalidArgument(f"'{name}' holds {str(bad)[:80]}; allowed: 0 to {vocab_size - 1}")
         num_allowed = len(params.allowed_token_ids or ())
         if num_allowed > vocab_size:
             raise InvalidArgument(
@@ -216,6 +216,7 @@ class Engine:
             return True
         finally:
             self.steps.end()
+        self.steps.note_parts(result.forward_s, result.sample_s)
         self._undelivered = self._scheduler.update(plan, result)
         return True
 
@@ -236,6 +237,8 @@ class Engine:
             prefix_hits_total=counters.prefix_hits,
             steps_total=self.steps.num_steps,
             step_s_total=self.steps.duration_s,
+            forward_s_total=self.steps.forward_s,
+            sample_s_total=self.steps.sample_s,
             requests_finished=dict(self._finished),
         )
 

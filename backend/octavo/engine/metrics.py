@@ -30,6 +30,8 @@ class EngineStats:
     prefix_hits_total: int
     steps_total: int
     step_s_total: float
+    forward_s_total: float
+    sample_s_total: float
     requests_finished: dict[str, int]  # by how they ended: stop, length, abort, error
 
 
@@ -49,6 +51,8 @@ class StepLog:
         self._current: tuple[float, int, int] | None = None  # since when, tokens, sequences
         self.num_steps = 0
         self.duration_s = 0.0  # of all of them
+        self.forward_s = 0.0  # of that, until their hidden states were there
+        self.sample_s = 0.0  # and from there until their tokens were
 
     def begin(self, num_tokens: int, num_sequences: int) -> None:
         self._current = time.monotonic(), num_tokens, num_sequences
@@ -61,6 +65,11 @@ class StepLog:
         self._done.append(step)
         self.num_steps += 1
         self.duration_s += step.duration_s
+
+    def note_parts(self, forward_s: float, sample_s: float) -> None:
+        """Where the time of the step that has just ended went, by the worker's own account."""
+        self.forward_s += forward_s
+        self.sample_s += sample_s
 
     def running_s(self) -> float:
         """How long the step that is under way has taken; 0 between two. Any thread."""

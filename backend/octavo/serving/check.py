@@ -106,7 +106,8 @@ def _describe_version(report: VersionReport, row: Any, rows: Any) -> None:
     row(
         "  model",
         f"{capacity['architecture']}, {capacity['num_layers']} layers, {capacity['dtype']} on "
-        f"{capacity['device']}; weights of {capacity['weight_bytes'] / 2**20:,.0f} MiB unquantised",
+        f"{capacity['device']}; weights of {capacity['weight_bytes'] / 2**20:,.0f} MiB, "
+        f"{capacity['quantization'] or 'unquantised'}",
     )
     row(
         "  KV cache",

@@ -5,10 +5,10 @@ stall everyone else. Used by `tritonserver`; whatever goes wrong with a request 
 error.
 """
 
-import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,11 @@ from octavo.request import Request, SamplingParams, TextDelta
 from octavo.serving import codec
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.reply import Reply
+from octavo.serving.request_log import log_surprise
 from octavo.serving.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
-
-log = logging.getLogger("octavo")
 
 LONG_PROMPT_BYTES = 64 << 10  # some 20 ms of tokenising
 
@@ -33,11 +32,20 @@ _Lane = queue.SimpleQueue[OpenRequest | None]
 class Intake:
     """`start` once, then `put` from any thread; `close` refuses what comes later or still waits."""
 
-    def __init__(self, engine: "Engine", loop: EngineLoop, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        loop: EngineLoop,
+        outbox: Outbox,
+        on_accept: Callable[[OpenRequest, Request, str | None], None] = lambda *_: None,
+    ) -> None:
+        """`on_accept` is told of every request that goes to the engine, and of its prompt's text if it has
+        one; it must neither block nor raise."""
         self._room = WaitingRoom(engine.config.max_queue_size)
         self._engine = engine
         self._loop = loop
         self._outbox = outbox
+        self._on_accept = on_accept
         self._short: _Lane = queue.SimpleQueue()
         self._long: _Lane = queue.SimpleQueue()
         self._threads = [
@@ -94,7 +102,7 @@ class Intake:
             except OctavoError as error:
                 self._fail(request, error)
             except Exception as error:
-                log.exception("request %s could not be prepared", request)
+                log_surprise(f"request {request} could not be prepared", error)
                 self._fail(request, OctavoError(f"the request could not be prepared: {error!r}"))
 
     def _prepare(self, request: OpenRequest) -> None:
@@ -104,6 +112,8 @@ class Intake:
         if isinstance(call, codec.Cancel):
             self._cancel_named(call.request_id, request)
             return
+        if call.traceparent:
+            request.trace_context = {"traceparent": call.traceparent, "tracestate": call.tracestate or ""}
         make_request = partial(
             self._engine.make_request,
             request.id,
@@ -113,24 +123,32 @@ class Intake:
             arrived_s=request.arrived_s,
         )
         if isinstance(call, codec.Embed):
+            request.operation = "embeddings"
             ready = make_request(call.prompt, embed=call.pooling)
-            self._submit(request, ready, Reply(ready.params, call.returns, stream=False))
+            text = call.prompt if isinstance(call.prompt, str) else None
+            self._submit(request, ready, Reply(ready.params, call.returns, stream=False), text)
             return
         prompt = call.prompt
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, codec.Chat):
+            request.operation = "chat"
             text = self._engine.tokenizer.render_chat(prompt.messages)
             prompt = tuple(self._engine.encode(text, add_special_tokens=False))
         ready = make_request(prompt, call.params, cumulative_logprob=call.returns.cumulative_logprob)
+        echo = text if call.echo else None
         if call.echo and text is None:
-            text = self._engine.tokenizer.decode(ready.prompt_token_ids, call.params.skip_special_tokens)
-        reply = Reply(call.params, call.returns, call.stream, text if call.echo else None)
-        self._submit(request, ready, reply)
+            echo = self._engine.tokenizer.decode(ready.prompt_token_ids, call.params.skip_special_tokens)
+        self._submit(request, ready, Reply(call.params, call.returns, call.stream, echo), text)
 
-    def _submit(self, request: OpenRequest, ready: Request, reply: Reply) -> None:
+    def _submit(self, request: OpenRequest, ready: Request, reply: Reply, text: str | None) -> None:
         request.reply = reply
         sink, on_start = partial(self._deliver, request), partial(self._room.leave, request.id)
-        request.hand_over(lambda: self._loop.submit(ready, sink, on_start))
+
+        def submit() -> None:
+            self._on_accept(request, ready, text)  # first, since the engine may be quick
+            self._loop.submit(ready, sink, on_start)
+
+        request.hand_over(submit)
 
     def _deliver(self, request: OpenRequest, delta: TextDelta) -> None:
         if delta.request_finished:  # perhaps without ever having started
@@ -166,7 +184,7 @@ class Intake:
         named = [request for request in self._outbox.named(client_id) if request is not asking]
         if not named:
             raise NotFound(
-                f"no open request has the id '{client_id[:80]}': it is done, it has not arrived yet, "
+                f"no open request has the id {client_id[:80]!r}: it is done, it has not arrived yet, "
                 "or another instance of the model has it"
             )
         for request in named:

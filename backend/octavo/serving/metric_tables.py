@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from octavo.engine.metrics import EngineStats, Step
-from octavo.request import RequestStats
-from octavo.serving.outbox import OpenRequest
-from octavo.serving.reply import Reply
+from octavo.request import RequestStats, SamplingParams
+from octavo.serving.ended_request import EndedRequest
 
 Subject = TypeVar("Subject")
 
@@ -34,28 +33,8 @@ class Snapshot:
     engine: EngineStats
     ready: bool
     num_coalesced: int
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that had a result; `sent_s` is when its final response was sent, by `time.monotonic()`."""
-
-    request: OpenRequest
-    reply: Reply
-    sent_s: float
-
-    @property
-    def first_token_s(self) -> float:
-        assert self.request.first_token_s is not None
-        return self.request.first_token_s
-
-    @property
-    def time_per_token_s(self) -> float | None:
-        """Mean over a sequence's tokens after its first; None of one token."""
-        steps = self.request.num_tokens / self.reply.num_sequences - 1
-        if steps <= 0 or self.request.last_token_s is None:
-            return None
-        return (self.request.last_token_s - self.first_token_s) / steps
+    refused: Mapping[str, int]  # by code: requests that ended in an error before the engine had them
+    failed: Mapping[str, int]  # by code: those that ended in an error later
 
 
 def _of_cache(type: str, value: Callable[[EngineStats], float]) -> Series[Snapshot]:
@@ -124,16 +103,35 @@ GAUGES: tuple[Series[Snapshot], ...] = (
 )
 
 
-def _finished(reason: str, name: str, label: str) -> Series[Snapshot]:
+def _finished(name: str, reason: str) -> Series[Snapshot]:
     return Series(
         name,
-        "Requests that ended, by how.",
+        "Requests that ended after the engine had them, by how.",
         lambda now: now.engine.requests_finished.get(reason, 0),
-        {label: reason},
+        {"finished_reason": reason},
+    )
+
+
+def _refused(code: str) -> Series[Snapshot]:
+    return Series(
+        "octavo:refused_requests_total",
+        "Requests that were answered with an error before the engine had them, by its code.",
+        lambda now: now.refused.get(code, 0),
+        {"code": code},
+    )
+
+
+def _failed(code: str) -> Series[Snapshot]:
+    return Series(
+        "octavo:failed_requests_total",
+        "Requests that the engine had and that were answered with an error, by its code.",
+        lambda now: now.failed.get(code, 0),
+        {"code": code},
     )
 
 
 _REASONS = ("stop", "length", "abort", "error")
+_CODES = ("INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 
 COUNTERS: tuple[Series[Snapshot], ...] = (
     Series(
@@ -159,9 +157,27 @@ COUNTERS: tuple[Series[Snapshot], ...] = (
         "Prompt tokens found there.",
         lambda now: now.engine.prefix_hits_total,
     ),
-    *(_finished(reason, "vllm:request_success_total", "finished_reason") for reason in _REASONS),
+    *(_finished("vllm:request_success_total", reason) for reason in _REASONS),
+    *(_finished("octavo:finished_requests_total", reason) for reason in _REASONS),
+    *map(_refused, _CODES),
+    *map(_failed, _CODES),
+    Series(
+        "octavo:preemptions_total",
+        "Sequences put back for want of KV blocks.",
+        lambda now: now.engine.preemptions_total,
+    ),
     Series("octavo:steps_total", "Steps of the model.", lambda now: now.engine.steps_total),
     Series("octavo:step_seconds_total", "Time spent in them.", lambda now: now.engine.step_s_total),
+    Series(
+        "octavo:forward_seconds_total",
+        "Of that, until the hidden states were there; on a GPU, until they were queued.",
+        lambda now: now.engine.forward_s_total,
+    ),
+    Series(
+        "octavo:sampling_seconds_total",
+        "Of that, from there until the tokens were.",
+        lambda now: now.engine.sample_s_total,
+    ),
     Series(
         "octavo:coalesced_responses_total",
         "Deltas of streams that were sent in an earlier one's response.",
@@ -192,21 +208,26 @@ _POWERS = tuple(float(2**power) for power in range(15))
 _FEW = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
-def _time(name: str, help: str, value: Callable[[RequestStats], float]) -> Series[FinishedRequest]:
+def _time(name: str, help: str, value: Callable[[RequestStats], float]) -> Series[EndedRequest]:
     """Of the engine's own account of a request's time, which not every request has."""
     return Series(
         name,
         help,
-        lambda done: None if done.reply.stats is None else value(done.reply.stats),
+        lambda done: None if done.stats is None else value(done.stats),
         buckets=_SECONDS,
     )
 
 
-REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
+def _params(done: EndedRequest) -> SamplingParams:
+    assert done.request.reply is not None
+    return done.request.reply.params
+
+
+REQUEST_HISTOGRAMS: tuple[Series[EndedRequest], ...] = (
     Series(
         "vllm:time_to_first_token_seconds",
         "From the request's arrival to its first token being sent.",
-        lambda done: done.first_token_s - done.request.arrived_s,
+        lambda done: done.time_to_first_token_s,
         buckets=_FIRST_TOKEN_S,
     ),
     Series(
@@ -218,11 +239,16 @@ REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
     Series(
         "vllm:e2e_request_latency_seconds",
         "From the request's arrival to its final response being sent.",
-        lambda done: done.sent_s - done.request.arrived_s,
+        lambda done: done.latency_s,
         buckets=_LATENCY_S,
     ),
     _time(
         "vllm:request_queue_time_seconds",
+        "From the request's arrival to its first step.",
+        lambda stats: stats.queue_s,
+    ),
+    _time(
+        "octavo:queue_time_seconds",
         "From the request's arrival to its first step.",
         lambda stats: stats.queue_s,
     ),
@@ -244,7 +270,7 @@ REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
     Series(
         "vllm:request_prompt_tokens",
         "Tokens of a request's prompt.",
-        lambda done: done.reply.num_prompt_tokens,
+        lambda done: done.num_prompt_tokens,
         buckets=_TOKENS,
     ),
     Series(
@@ -256,19 +282,19 @@ REQUEST_HISTOGRAMS: tuple[Series[FinishedRequest], ...] = (
     Series(
         "vllm:request_params_n",
         "The sampling parameter n.",
-        lambda done: done.reply.params.n,
+        lambda done: _params(done).n,
         buckets=_FEW,
     ),
     Series(
         "vllm:request_params_best_of",
         "The sampling parameter best_of; n where it is not given.",
-        lambda done: done.reply.params.best_of or done.reply.params.n,
+        lambda done: _params(done).best_of or _params(done).n,
         buckets=_FEW,
     ),
     Series(
         "vllm:request_params_max_tokens",
         "The sampling parameter max_tokens.",
-        lambda done: done.reply.params.max_tokens,
+        lambda done: _params(done).max_tokens,
         buckets=_TOKENS,
     ),
 )

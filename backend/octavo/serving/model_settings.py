@@ -24,6 +24,7 @@ PARAMETERS = {
     "GPU_DEVICE_IDS": "the GPU that an instance of KIND_MODEL takes",
     "shutdown_timeout_s": "how long requests in flight may take when the model is unloaded",
     "coalesce_responses": "whether what waits for a stream becomes one response; true by default",
+    "request_log": "whether requests are logged, as lines of JSON: json, or off, the default",
 }
 # Those that Triton's Python backend reads itself.
 PYTHON_BACKEND_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
@@ -40,6 +41,7 @@ class Settings:
     report_metrics: bool
     check_health: bool
     gpu_ids: tuple[int, ...]
+    log_requests: bool
 
     @classmethod
     def read(cls, parameters: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -50,6 +52,7 @@ class Settings:
             report_metrics=_switch(parameters, "REPORT_CUSTOM_METRICS", default=True),
             check_health=_switch(parameters, "ENABLE_VLLM_HEALTH_CHECK", default=False),
             gpu_ids=_gpu_ids(parameters),
+            log_requests=_log_requests(parameters),
         )
 
 
@@ -117,6 +120,16 @@ def _coalesce_responses(parameters: Mapping[str, str]) -> bool:
             "the sender is behind becomes one response) and 'false' (every delta is a response of its own)"
         )
     return value == "true"
+
+
+def _log_requests(parameters: Mapping[str, str]) -> bool:
+    value = parameters.get("request_log") or "off"
+    if value not in ("json", "off"):
+        raise ConfigError(
+            f"parameter 'request_log' is {value!r}; allowed: 'json' (a line of JSON when a request is "
+            "accepted, and one when it has ended) and 'off'"
+        )
+    return value == "json"
 
 
 def _shutdown_timeout_s(parameters: Mapping[str, str], environ: Mapping[str, str]) -> float:

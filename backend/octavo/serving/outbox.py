@@ -11,13 +11,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
 
 from octavo.errors import OctavoError
 from octavo.request import TextDelta
 from octavo.serving.codec import Tensors
 from octavo.serving.reply import Reply
+
+Operation = Literal["text_completion", "chat", "embeddings"]  # by OpenTelemetry's names
 
 
 class ResponseSender(Protocol):
@@ -30,8 +32,9 @@ class ResponseSender(Protocol):
 class OpenRequest:
     """A request that has not had its final response. `id` is unique; `client_id`, the client's own, is not.
 
-    `tensors` and `parameters` are what it brought, the tensors dropped once parsed; `reply` is set before the
-    engine gets the request. The rest belongs to the sender thread; times are those of `time.monotonic()`.
+    `tensors` and `parameters` are what it brought, the tensors dropped once parsed. `operation`,
+    `trace_context` (W3C's headers, of the span that it is a part of) and `reply` are set before the engine
+    gets it. The rest belongs to the sender thread; times are those of `time.monotonic()`.
     """
 
     def __init__(self, id: str, sender: ResponseSender) -> None:
@@ -40,6 +43,8 @@ class OpenRequest:
         self.sender = sender
         self.tensors: Tensors = {}
         self.parameters = ""
+        self.operation: Operation = "text_completion"
+        self.trace_context: Mapping[str, str] = {}
         self.reply: Reply | None = None
         self.cancel_seen = False
         self.arrived_s = time.monotonic()
@@ -66,6 +71,11 @@ class OpenRequest:
     @property
     def withdrawn(self) -> bool:
         return self._withdrawn
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether the engine has, or had, the request."""
+        return self._handed_over
 
     def count_tokens(self, num_tokens: int) -> None:
         """So many tokens were just sent, or kept for the one response of a request without streaming."""

@@ -66,6 +66,11 @@ class Reply:
         return self._num_prompt_tokens
 
     @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """Of each sequence that has one by now."""
+        return tuple(news.finish_reason for news in self._sequences if news.finish_reason)
+
+    @property
     def stats(self) -> RequestStats | None:
         """Where the request's time went; None until its last delta."""
         return self._stats

@@ -18,13 +18,12 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
 from octavo.config import EngineConfig, SortedArguments, sort_arguments
 from octavo.errors import ConfigError, LaunchError, OctavoError
-from octavo.serving import codec, model_settings
+from octavo.serving import codec, model_settings, tracing
 from octavo.serving.launcher import model_names
 from octavo.serving.placement import Placement, place
 
 BACKENDS = ("octavo", "vllm")  # names under which the launcher offers Octavo
 _RE_EXPORT = re.compile(r"^\s*(from|import)\s+octavo\b", re.M)
-_QUOTED = re.compile(r"'(\w+)'")
 
 
 @dataclass(slots=True)
@@ -195,12 +194,11 @@ def _resolve(parts: SortedArguments, report: VersionReport) -> EngineConfig | No
             config = parts.config()
             return config if sound else None
         except ConfigError as error:
-            match = _QUOTED.match(str(error))
-            if match is None or match[1] not in honoured or match[1] == "model":
+            if error.key is None or error.key not in honoured or error.key == "model":
                 raise
-            report.refused[match[1]] = str(error)
+            report.refused[error.key] = str(error)
             report.errors.append(str(error))
-            del honoured[match[1]]
+            del honoured[error.key]
             sound = False
 
 
@@ -209,6 +207,8 @@ def _open(config: EngineConfig, report: VersionReport) -> None:
     from octavo.engine.tokenizer import Tokenizer
     from octavo.worker.capacity import estimate
 
+    if config.otlp_traces_endpoint is not None:
+        tracing.require_packages()
     capacity = estimate(config)
     report.capacity = {
         **dataclasses.asdict(capacity),

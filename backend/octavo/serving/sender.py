@@ -14,6 +14,7 @@ from typing import Protocol
 from octavo.errors import OctavoError, Unavailable
 from octavo.request import TextDelta
 from octavo.serving.codec import Tensors
+from octavo.serving.ended_request import EndedRequest
 from octavo.serving.outbox import OpenRequest, Outbox
 
 log = logging.getLogger("octavo")
@@ -36,8 +37,8 @@ class Channel(Protocol):
 class Sender:
     """`cancel` ends a request that the client gave up, wherever it is; it answers through the outbox.
 
-    `on_done` gets every request that had a result, after its final response. `on_tick` is called about once
-    a second. `num_coalesced` counts the deltas of streams that joined an earlier one of their sequence in its
+    `on_done` gets every request after its final response, and must be quick. `on_tick` is called about once a
+    second. `num_coalesced` counts the deltas of streams that joined an earlier one of their sequence in its
     response.
     """
 
@@ -47,7 +48,7 @@ class Sender:
         channel: Channel,
         *,
         cancel: Callable[[OpenRequest], None],
-        on_done: Callable[[OpenRequest], None],
+        on_done: Callable[[EndedRequest], None],
         on_tick: Callable[[], None],
     ) -> None:
         self._outbox = outbox
@@ -116,7 +117,7 @@ class Sender:
         last = next((delta for delta in deltas if delta.request_finished), deltas[-1])
         if last.error is not None:
             self._channel.send_error(request, last.error)
-            self._outbox.forget(request)
+            self._end(request, last.error)
             return
         assert request.reply is not None
         for delta in deltas:
@@ -128,17 +129,23 @@ class Sender:
             self.num_coalesced += len(deltas) - len({delta.index for delta in deltas})
         request.count_tokens(sum(len(delta.token_ids) for delta in deltas))
         if last.request_finished:
-            self._outbox.forget(request)
-            self._guard("updating the metrics", lambda: self._on_done(request))
+            self._end(request, None)
+
+    def _end(self, request: OpenRequest, error: OctavoError | None) -> None:
+        """After the final response."""
+        self._outbox.forget(request)
+        ended = EndedRequest(request, error, time.monotonic())
+        self._guard("recording a request", lambda: self._on_done(ended))
 
     def _give_up(self, request: OpenRequest, error: Exception) -> None:
         """The client cannot be served any more: free what it holds, and close Triton's side."""
         self._cancel(request)
-        self._outbox.forget(request)
+        failure = OctavoError(f"the response could not be sent: {error!r}")
         try:
-            self._channel.send_error(request, OctavoError(f"the response could not be sent: {error!r}"))
+            self._channel.send_error(request, failure)
         except Exception as second:
             log.info("request %s: its final response could not be sent either: %r", request, second)
+        self._end(request, failure)
 
     def _ask_one(self) -> None:
         """Asks the server whether the next request of this round was cancelled; begins a round that is due.

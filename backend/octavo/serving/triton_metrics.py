@@ -1,30 +1,29 @@
 """The engine's numbers as Triton metrics, under vLLM's names so that existing dashboards work.
 
 The sender thread calls `update` about once a second and `observe` when a request is done; both only compute
-values, which `defer` (the metrics thread) then writes, since each is a round trip to the server. What there
+values, which `defer` (the reporting thread) then writes, since each is a round trip to the server. What there
 is stands in `metric_tables`. `pb_utils.MetricFamily` is passed in; a server without custom metrics, or one
 that has them switched off, costs one log line.
 """
 
 import ctypes
 import logging
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from octavo.engine.metrics import EngineStats, Step
+from octavo.serving.ended_request import EndedRequest
 from octavo.serving.metric_tables import (
     COUNTERS,
     GAUGES,
     REQUEST_HISTOGRAMS,
     STEP_HISTOGRAMS,
-    FinishedRequest,
     Series,
     Snapshot,
 )
-from octavo.serving.outbox import OpenRequest
 
 log = logging.getLogger("octavo")
 
@@ -71,16 +70,18 @@ class TritonMetrics:
         version: str,
         instance: str,
         defer: Defer = lambda write: write(),
-        reported: bool = True,
+        off: str | None = None,
     ) -> None:
-        """`reported` false: the operator wants none."""
+        """`off` names what the operator switched them off with."""
         self._defer = defer
         self._gauges: list[tuple[Series[Snapshot], Any]] = []
         self._counters: list[_Counter] = []
-        self._of_requests: list[tuple[Series[FinishedRequest], Any]] = []
+        self._of_requests: list[tuple[Series[EndedRequest], Any]] = []
         self._of_steps: list[tuple[Series[Step], Any]] = []
-        if not reported:
-            log.info("no metrics of the engine: the parameter REPORT_CUSTOM_METRICS says so")
+        self._refused: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        if off is not None:
+            log.info("no metrics of the engine: %s says so", off)
             return
         labels = {"model": model, "version": version}
         try:
@@ -93,7 +94,7 @@ class TritonMetrics:
 
     def update(self, stats: EngineStats, ready: bool, num_coalesced: int, steps: Iterable[Step] = ()) -> None:
         """`num_coalesced`: the sender's total of that name. `steps`: those since the last call."""
-        now = Snapshot(stats, ready, num_coalesced)
+        now = Snapshot(stats, ready, num_coalesced, self._refused, self._failed)
         for series, metric in self._gauges:
             self._defer(partial(metric.set, float(series.value(now) or 0.0)))
         for counter in self._counters:
@@ -103,10 +104,12 @@ class TritonMetrics:
             for step in _spread(list(steps), MOST_STEPS_OBSERVED):
                 self._observe(self._of_steps, step)
 
-    def observe(self, request: OpenRequest) -> None:
+    def observe(self, ended: EndedRequest) -> None:
         """A request whose final response was just sent."""
-        if self._of_requests and request.reply is not None and request.first_token_s is not None:
-            self._observe(self._of_requests, FinishedRequest(request, request.reply, time.monotonic()))
+        if ended.error is not None:
+            (self._failed if ended.request.handed_over else self._refused)[ended.error.code] += 1
+        elif self._of_requests and ended.time_to_first_token_s is not None:
+            self._observe(self._of_requests, ended)
 
     def close(self) -> None:
         """Shows a model that is gone as idle and not ready. Its series stay; see `_keep`."""

@@ -6,6 +6,7 @@ Triton makes one `TritonPythonModel` per model instance, in a process of its own
 main thread, which never waits for anything here. See `intake`, `outbox` and `sender` for the threads.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -15,25 +16,28 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from octavo.config import resolve
 from octavo.engine.loop import EngineLoop
 from octavo.errors import Cancelled, InvalidArgument, OctavoError, Unavailable
 from octavo.serving import codec, request_parameters
 from octavo.serving.codec import Tensors
 from octavo.serving.health import Health
 from octavo.serving.intake import Intake
-from octavo.serving.metrics_thread import MetricsThread
 from octavo.serving.model_settings import Settings, engine_arguments, parameters_of, refuse_adapters
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.parent_watch import ParentWatch
 from octavo.serving.placement import VISIBLE_DEVICES, Placement, place
 from octavo.serving.quiet_collector import QuietCollector
+from octavo.serving.reporting import Reporting
+from octavo.serving.request_log import log_surprise
 from octavo.serving.sender import Sender
 from octavo.serving.shutdown_signal import ShutdownSignal
-from octavo.serving.triton_metrics import TritonMetrics
+from octavo.serving.tracing import carrier_of, exporter_of
 
 log = logging.getLogger("octavo")
 
 _JOIN_S = 5.0  # for threads that have nothing left to do
+_SMALL_RESPONSE_BYTES = 64 << 10  # there is room for so little as soon as the request's own tensors are gone
 
 
 class TritonPythonModel:
@@ -78,26 +82,22 @@ class TritonPythonModel:
         # Imported late: `auto_complete_config` runs in a process of its own, which need not wait for torch.
         from octavo.engine.engine import Engine
 
-        self._engine = Engine(arguments)
+        engine_config = resolve(arguments)
+        exporter = exporter_of(engine_config)  # what is wrong with it is said before minutes of loading
+        self._engine = Engine(engine_config)
         self._loop = EngineLoop(self._engine)
         self._health = Health(self._loop, self._engine.steps)
         self._unloading = False
-        self._intake = Intake(self._engine, self._loop, self._outbox)
-        self._metrics_thread = MetricsThread()
-        self._metrics = TritonMetrics(
-            getattr(pb_utils, "MetricFamily", None),
-            args["model_name"],
-            args["model_version"],
-            args["model_instance_name"],
-            defer=self._metrics_thread.put,
-            reported=settings.report_metrics,
+        self._reporting = Reporting(
+            getattr(pb_utils, "MetricFamily", None), settings, engine_config, args, exporter
         )
+        self._intake = Intake(self._engine, self._loop, self._outbox, self._reporting.accepted)
         self._channel = _Channel("vllm" if config.get("backend") == "vllm" else "octavo")
         self._sender = Sender(
             self._outbox,
             self._channel,
             cancel=self._cancel,
-            on_done=self._metrics.observe,
+            on_done=self._reporting.ended,
             on_tick=self._update_metrics,
         )
         self._shutdown_signal = ShutdownSignal(self._drain)
@@ -105,7 +105,7 @@ class TritonPythonModel:
         self._collector = QuietCollector()
         for part in (
             self._loop,
-            self._metrics_thread,
+            self._reporting,
             self._sender,
             self._intake,
             self._shutdown_signal,
@@ -128,6 +128,8 @@ class TritonPythonModel:
                 # The memory of the request's tensors is Triton's again when this returns.
                 opened.tensors = {name: array.copy() for name, array in arrays.items()}
                 opened.parameters = parameters
+                if self._reporting.has_spans:
+                    opened.trace_context = carrier_of(_trace_of(request))
                 time_limit_s = request_parameters.time_limit_s(parameters, request.timeout())
                 self._intake.put(opened, num_bytes, time_limit_s)
             except OctavoError as error:
@@ -136,7 +138,7 @@ class TritonPythonModel:
                 what = f"the request's id or a parameter is not UTF-8: {error.reason} at byte {error.start}"
                 self._outbox.fail(opened, InvalidArgument(what))
             except Exception as error:
-                log.exception("request %s could not be read", opened)
+                log_surprise(f"request {opened} could not be read", error)
                 self._outbox.fail(opened, OctavoError(f"the request could not be read: {error!r}"))
 
     def is_ready(self) -> bool:
@@ -149,8 +151,7 @@ class TritonPythonModel:
         self._drain()
         self._intake.join(_JOIN_S)
         self._sender.stop(_JOIN_S)
-        self._metrics.close()
-        self._metrics_thread.stop(_JOIN_S)
+        self._reporting.close(_JOIN_S)
         self._engine.close()
         self._parent_watch.close()
         self._collector.close()
@@ -188,7 +189,7 @@ class TritonPythonModel:
 
     def _update_metrics(self) -> None:
         self._health.watch()
-        self._metrics.update(
+        self._reporting.update(
             self._engine.stats(), self.is_ready(), self._sender.num_coalesced, self._engine.steps.take()
         )
 
@@ -201,8 +202,16 @@ class _Channel:
 
     def send(self, request: OpenRequest, tensors: Tensors, final: bool) -> None:
         outputs = [pb_utils.Tensor(name, array) for name, array in tensors.items()]
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        request.sender.send(pb_utils.InferenceResponse(outputs), flags=flags)
+        response = pb_utils.InferenceResponse(outputs)
+        if not final:
+            request.sender.send(response)
+        elif _num_bytes(tensors) <= _SMALL_RESPONSE_BYTES:
+            request.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        else:
+            # One that does not fit in shared memory fails, but closes the sender when it is the final one:
+            # then no error could follow, and the client would wait for ever.
+            request.sender.send(response)
+            request.sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def send_error(self, request: OpenRequest, error: OctavoError) -> None:
         code = getattr(pb_utils.TritonError, error.code, pb_utils.TritonError.INTERNAL)
@@ -219,6 +228,13 @@ class _Channel:
         log.info("[%s] %s %s", self._name, what, request)
 
 
+def _num_bytes(tensors: Tensors) -> int:
+    """Of what a response holds; texts are objects in their arrays."""
+    return sum(
+        sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes for array in tensors.values()
+    )
+
+
 class _TritonLog(logging.Handler):
     """Our log lines, in the server's log."""
 
@@ -233,6 +249,14 @@ class _TritonLog(logging.Handler):
                 pb_utils.Logger.log_info(line)
         except Exception:
             self.handleError(record)
+
+
+def _trace_of(request: Any) -> str | None:
+    """Triton's own trace of a request, as JSON, where it makes them in OpenTelemetry's way."""
+    context: str | None = None
+    with contextlib.suppress(Exception):  # old servers have none, and no request fails for want of a parent
+        context = request.trace().get_context()
+    return context
 
 
 def _apply(placement: Placement, arguments: dict[str, Any]) -> None:

@@ -5,14 +5,16 @@ Used by `octavo check`. What only a loaded model can tell, the memory of its lar
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 import torch
+from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.models.model_config import ModelConfig
+from octavo.models.registry import build_model
+from octavo.quant.base import Scheme, Unquantised, Weight
 from octavo.weights.loader import open_checkpoint
-from octavo.worker.executor import resolve_device, resolve_dtype
+from octavo.worker.executor import resolve_device, resolve_dtype, resolve_kv_dtype, resolve_scheme
 from octavo.worker.kv_cache import block_bytes, cache_size
 from octavo.worker.memory import available_bytes
 
@@ -24,7 +26,8 @@ class Capacity:
     num_layers: int
     dtype: str
     device: str
-    weight_bytes: int  # as they are computed with, unquantised
+    quantization: str | None  # how weights are computed with; what a GGUF file has is undone when it is read
+    weight_bytes: int  # as they are computed with
     kv_bytes_per_token: int
     block_size: int
     num_blocks: int
@@ -50,8 +53,10 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
     assert config.max_model_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
-    weight_bytes = dtype.itemsize * sum(prod(checkpoint.shape(name)) for name in checkpoint.names())
-    bytes_per_block = block_bytes(model_config, config.block_size, dtype)
+    scheme = resolve_scheme(config.quantization)
+    weight_bytes = num_weight_bytes(model_config, scheme, dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    bytes_per_block = block_bytes(model_config, config.block_size, kv_dtype)
     size = cache_size(
         config,
         bytes_per_block,
@@ -66,6 +71,7 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
         num_layers=model_config.num_layers,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        quantization=None if config.quantization == "gguf" else config.quantization,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=bytes_per_block // config.block_size,
         block_size=config.block_size,
@@ -73,6 +79,40 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
         limit=size.limit,
         max_model_len=config.max_model_len,
     )
+
+
+def num_weight_bytes(
+    model_config: ModelConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What a model's weights take once they are loaded. It is built as the worker builds it, but of tensors
+    without memory. Raises `ConfigError` for an architecture without code."""
+    measure = _Measure(scheme, device)
+    model = build_model(model_config, dtype, torch.device("meta"), scheme=measure)
+    dense_bytes = sum(view.nbytes for _, view in model.weight_map())
+    model.finish_loading()
+    return dense_bytes + measure.more_bytes
+
+
+class _Measure(Unquantised):
+    """Adds up what `scheme` would take on `device` beyond the plain weights that are made here; less than
+    nothing where it takes less."""
+
+    def __init__(self, scheme: Scheme, device: torch.device) -> None:
+        self._scheme = scheme
+        self._device = device
+        self.more_bytes = 0
+
+    def make_weight(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> Weight:
+        self.more_bytes += self._scheme.num_bytes(out_features, in_features, dtype)
+        self.more_bytes -= self.num_bytes(out_features, in_features, dtype)
+        return super().make_weight(out_features, in_features, dtype, device)
+
+    def weight_of(self, matrix: Tensor) -> Weight:
+        rows, columns = matrix.shape
+        self.more_bytes += self._scheme.num_copied_bytes(rows, columns, matrix.dtype, self._device)
+        return super().weight_of(matrix)
 
 
 class _WithWeights:

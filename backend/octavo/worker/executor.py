@@ -10,7 +10,7 @@ from octavo.errors import ConfigError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import build_model
 from octavo.protocol import SequenceResult, StepPlan, StepResult
-from octavo.quant.base import Scheme
+from octavo.quant.base import Scheme, Unquantised
 from octavo.quant.int8 import Int8
 from octavo.weights.loader import Checkpoint, load_weights
 from octavo.worker.cores import usable_cores
@@ -27,6 +27,9 @@ log = logging.getLogger("octavo")
 
 # By `quantization`. All else is unquantised, a GGUF file too once it is read.
 _SCHEMES: dict[str | None, Scheme] = {"int8": Int8()}
+
+# By `kv_cache_dtype`. All else is the model's own type.
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 _UNUSABLE = "the model gave no usable probabilities for this sequence's next token (a NaN, or none allowed)"
 
@@ -47,21 +50,22 @@ class LocalExecutor:
         """
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
+        kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
         num_threads = _num_threads(config.num_threads)
         torch.set_num_threads(num_threads)  # for loading
-        model = build_model(model_config, dtype, device, scheme=_SCHEMES.get(config.quantization))
+        model = build_model(model_config, dtype, device, scheme=resolve_scheme(config.quantization))
         load_weights(model.weight_map(), checkpoint)
         model.finish_loading()
         ops.set_num_threads(num_threads, dtype)
 
         def cache_of(num_blocks: int) -> KVCache:
-            return KVCache(model_config, num_blocks, config.block_size, dtype, device)
+            return KVCache(model_config, num_blocks, config.block_size, kv_dtype, device)
 
         def profile() -> None:
             with torch.inference_mode():
                 run_largest_step(model, cache_of, config)
 
-        self.block_bytes = block_bytes(model_config, config.block_size, dtype)
+        self.block_bytes = block_bytes(model_config, config.block_size, kv_dtype)
         size = cache_size(config, self.block_bytes, device, profile)
         self.num_blocks = size.num_blocks
         self.kv_limit = size.limit
@@ -141,6 +145,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
+def resolve_scheme(quantization: str | None) -> Scheme:
+    """How linear layers store their weights."""
+    return _SCHEMES.get(quantization, Unquantised())
+
+
 def resolve_dtype(name: str, published: str, device: torch.device) -> torch.dtype:
     """`auto` is the type the weights were published in, but never float16 on a CPU: CPUs have fast bfloat16
     products, and float16 ones only in software."""
@@ -149,6 +158,11 @@ def resolve_dtype(name: str, published: str, device: torch.device) -> torch.dtyp
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache of a model that computes in `dtype` holds, by `kv_cache_dtype`."""
+    return _KV_DTYPES.get(name, dtype)
 
 
 def results_of(step: Step, samples: Samples) -> tuple[SequenceResult, ...]:

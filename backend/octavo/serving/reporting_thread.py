@@ -1,7 +1,8 @@
-"""The thread on which metrics are written: every value is a round trip to the server, some 0.1 ms, and a
-request or a step has several. On the sender's thread all streams would wait for each of them.
+"""The thread on which the server and its operators are told things: metrics, the request log, spans.
 
-Made by `tritonserver` and given to `TritonMetrics`; any thread may `put`.
+A metric's value is a round trip to the server, some 0.1 ms, and a request or a step has several; a log may be
+a pipe that is full. On the sender's thread all streams would wait for each of them. Made by `reporting`; any
+thread may `put`.
 """
 
 import logging
@@ -11,15 +12,15 @@ from collections.abc import Callable
 
 log = logging.getLogger("octavo")
 
-_MOST_WAITING = 20_000  # a server that takes no values for so long is hung, and gets no more of them
+_MOST_WAITING = 20_000  # a server that takes nothing for so long is hung, and gets no more of it
 
 
-class MetricsThread:
+class ReportingThread:
     """`start` once, `put` from then on, `stop` once."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="octavo-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="octavo-reporting", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -40,4 +41,4 @@ class MetricsThread:
             try:
                 write()
             except Exception:
-                log.exception("updating the metrics failed")
+                log.exception("a metric, a log line or a span could not be written")
