@@ -32,7 +32,7 @@ class DrivenSequence:
 
 
 class Driver:
-    """`new`, `fork` and `compute` write down a step; `step` runs it."""
+    """`new`, `fork` and `compute` write down a step; `step` runs it. `dtype` is the KV cache's."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Driver:
         self.block_size = block_size
         cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"))
         for layer in cache.layers:
-            layer.k.fill_(torch.nan)
-            layer.v.fill_(torch.nan)
+            layer.k.view(torch.uint8).fill_(255)  # a NaN of every type, or a scale that is one
+            layer.v.view(torch.uint8).fill_(255)
         self._layouts = cache.layouts
         self._model = model
         self._runner = ModelRunner(model, cache)

@@ -19,8 +19,11 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 CACHE_BYTES = 64 * 2**20  # more than is cached
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, **choices: list[str]) -> argparse.Namespace:
+    """Parsed; each of `choices` is one more option, whose first value is the default."""
     parser = argparse.ArgumentParser(description=description)
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--turns", type=int, default=7)

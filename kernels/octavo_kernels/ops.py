@@ -3,8 +3,9 @@
 T tokens of S sequences in a batch (a sequence's tokens are consecutive), Hq query heads, Hkv KV heads, D
 head size, N KV blocks of B slots, V vocabulary, R rows to sample. Floating-point tensors of a call are of one
 type, float32, bfloat16 or float16, unless said otherwise; sums and softmaxes are in float32. Tensors are
-contiguous unless said otherwise, and on one device. CPU tensors of float32 and bfloat16 go to the native
-kernels in `cpu`, as far as those have them; the torch reference serves all else.
+contiguous unless said otherwise, and on one device. A KV cache may be quantised: then `k_cache` and `v_cache`
+[N, Hkv, B * (D + 2)] are as `kv_format` says, of another type than the rest. CPU tensors of float32 and
+bfloat16 go to the native kernels in `cpu`, as far as those have them; the torch reference serves all else.
 
 Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
 """
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, dtype
 
-from octavo_kernels import reference
+from octavo_kernels import kv_format, reference
 from octavo_kernels.cpu import activation as cpu_activation
 from octavo_kernels.cpu import decoder_layers as cpu_decoder_layers
 from octavo_kernels.cpu import library as cpu_library
@@ -114,7 +115,8 @@ def kv_store(
     goes to slot `slot_mapping[t] % B` of block `slot_mapping[t] // B`. No slot comes twice.
     """
     if plan is None:
-        layout = KVLayout(k_cache.shape[1], k_cache.shape[2], None, k.device)
+        block_size = kv_format.block_size(k_cache, k.shape[2])
+        layout = KVLayout(k_cache.shape[1], block_size, None, k.device)
         rows = reference.plan.slot_rows(layout, np.asarray(slot_mapping.cpu(), np.int64))
     else:
         rows = plan.slot_rows
@@ -156,7 +158,8 @@ def paged_attention(
                 lib, q, k_cache, v_cache, *integers, scale, window, soft_cap
             )
     if plan is None:
-        layout = KVLayout(k_cache.shape[1], k_cache.shape[2], window, q.device)
+        block_size = kv_format.block_size(k_cache, q.shape[2])
+        layout = KVLayout(k_cache.shape[1], block_size, window, q.device)
         tables, lens, starts = (a.cpu().numpy() for a in (block_tables, context_lens, query_start))
         plan = plan_batch(layout, tables, lens, starts, np.empty(0, np.int64))
     assert plan.layout.window == window

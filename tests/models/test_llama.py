@@ -19,6 +19,7 @@ from octavo.quant.base import Scheme, Unquantised
 from octavo.quant.int8 import Int8
 from octavo.weights.loader import load_weights, open_checkpoint
 from octavo_kernels.cpu import linear
+from octavo_kernels.cpu.decoder_layers import FusedLayers
 from tiny import tiny_llama
 
 CPU = torch.device("cpu")
@@ -155,20 +156,47 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
         check(sampled, reference, 0.05)
 
 
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.int8, 0.04), (torch.float8_e4m3fn, 0.12)])
+def test_quantised_caches_are_close_and_depend_on_no_other_sequence(
+    tmp_path: Path, kind: torch.dtype, tolerance: float
+) -> None:
+    reference = make_model(tmp_path)
+    model, config = load(tmp_path)
+    runs = [drive_everything(Driver(model, config, block_size, kind)) for block_size in (1, 8, 128)]
+    check(runs[0], reference, tolerance)
+    for sampled in runs[1:]:
+        for (*who, logits), (*other, wanted) in zip(sampled, runs[0], strict=True):
+            assert who == other
+            assert_close(f"logits of sequence {who[0]}", logits, wanted, 1e-3)
+    for seq_id, token_ids, logits in runs[1]:
+        alone = Driver(model, config, 8, kind)
+        alone.new(seq_id, token_ids)
+        alone.compute(seq_id)
+        assert_close(f"logits of sequence {seq_id} alone", alone.step()[seq_id], logits, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("scheme", [Unquantised(), Int8()], ids=["unquantised", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", ["tied", "biases", "one KV head", "rope llama3"])
 def test_layers_in_one_call_give_the_bits_of_kernels_one_by_one(
-    tmp_path: Path, variant: str, dtype: torch.dtype, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    variant: str,
+    dtype: torch.dtype,
+    scheme: Scheme,
+    kind: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`kind`: of the KV cache; the activations' when None."""
     make_model(tmp_path, **{**VARIANTS[variant], "head_dim": 32})
     model, config = load(tmp_path, dtype, scheme=scheme)
-    if not linear.serves(dtype):
-        pytest.skip("this CPU has no products of our own")
-    assert model._fused is not None
-    together = drive_everything(Driver(model, config, 8, dtype))
+    calls: list[int] = []
+    run = FusedLayers.run
+    monkeypatch.setattr(FusedLayers, "run", lambda *args: calls.append(1) or run(*args))
+    together = drive_everything(Driver(model, config, 8, kind or dtype))
+    assert bool(calls) == linear.serves(dtype)  # no one call without products of our own
     monkeypatch.setattr(model, "_fused", None)
-    one_by_one = drive_everything(Driver(model, config, 8, dtype))
+    one_by_one = drive_everything(Driver(model, config, 8, kind or dtype))
     for (*who, logits), (*other, wanted) in zip(together, one_by_one, strict=True):
         assert who == other
         assert torch.equal(logits, wanted)

@@ -42,6 +42,19 @@ def test_the_figures_are_those_of_the_worker(folder: str) -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_quantised_cache_is_counted_with_its_scales(folder: str, name: str) -> None:
+    """Two bytes for each token and head of size 16, in 3 layers with 2 KV heads."""
+    arguments = {"model": folder, "device": "cpu", "max_model_len": 100, "kv_cache_memory_bytes": 2**16}
+    config = resolve({**arguments, "num_threads": 1, "kv_cache_dtype": name})
+    estimated = estimate(config)
+    checkpoint = open_checkpoint(folder)
+    executor = LocalExecutor(config, checkpoint, ModelConfig.from_dict(checkpoint.config()))
+    assert estimated.kv_bytes_per_token == executor.block_bytes // 16 == 2 * 3 * 2 * (16 + 2)
+    assert estimated.num_blocks == executor.num_blocks == 2**16 // (16 * 2 * 3 * 2 * (16 + 2))
+    executor.close()
+
+
 def memory_of(model: Any) -> int:
     """Bytes of all tensors that a model holds, however deep; what two of them share is counted once."""
     storages: dict[int, int] = {}

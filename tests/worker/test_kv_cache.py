@@ -10,6 +10,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.model_config import ModelConfig, RopeConfig
 from octavo.worker.kv_cache import CacheSize, KVCache, block_bytes, cache_size
+from octavo_kernels import ops
+from octavo_kernels.kv_format import dequantise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
@@ -49,6 +51,25 @@ def test_a_block_holds_both_k_and_v_of_all_layers() -> None:
         assert layer.k.dtype == torch.bfloat16
     total = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.k, layer.v))
     assert total == 5 * block_bytes(MODEL, 8, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_block_has_its_scales_with_it(dtype: torch.dtype) -> None:
+    cache = KVCache(MODEL, 5, 8, dtype, CPU)
+    total = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.k, layer.v))
+    assert total == 5 * block_bytes(MODEL, 8, dtype)
+    # Two bytes for each token and head, where bfloat16 has two for each of 16 numbers.
+    assert block_bytes(MODEL, 8, torch.bfloat16) * (16 + 2) == block_bytes(MODEL, 8, dtype) * 2 * 16
+    for number, layer in enumerate(cache.layers):
+        for new, tokens in ((number + 1, [0, 1, 2]), (number + 11, [32, 33, 34])):  # of blocks 0 and 4
+            ops.kv_store(*torch.full((2, 3, 2, 16), float(new)), layer.k, layer.v, torch.tensor(tokens))
+    cache.copy([0, 4], [3, 0])
+    for number, layer in enumerate(cache.layers):
+        for tensor in (layer.k, layer.v):
+            tiles = tensor[[3, 0]].view(torch.uint8).flatten(0, 1).view(dtype)
+            copied = dequantise(tiles, 16, torch.float32).view(2, 2, 8, 16)[:, :, :3]
+            expected = torch.tensor([number + 1.0, number + 11.0])[:, None, None, None]
+            torch.testing.assert_close(copied, expected.expand_as(copied), rtol=0.01, atol=0)
 
 
 def test_copies_read_everything_before_they_write() -> None:
@@ -148,8 +169,8 @@ def test_a_gpu_is_profiled() -> None:
     cuda = FakeCuda()
     config = EngineConfig(model="m", max_model_len=131072, max_num_seqs=128, gpu_memory_utilization=0.75)
     size = cache_size(config, BLOCK_BYTES, CUDA, cuda.run_step, cuda=cuda)
-    # 60 GiB may be used: less 16 of weights, 4 of the step, 3 of others
-    assert size == CacheSize(37 * 1024, "gpu_memory_utilization = 0.75 (37.0 GiB)")
+    # 60 GiB may be used: less 16 of weights, 4 of the step
+    assert size == CacheSize(40 * 1024, "gpu_memory_utilization = 0.75 (40.0 GiB)")
 
 
 def test_a_gpu_without_room() -> None:
@@ -157,3 +178,46 @@ def test_a_gpu_without_room() -> None:
     config = EngineConfig(model="m", max_model_len=1024, gpu_memory_utilization=0.25)
     with pytest.raises(ConfigError, match=r"would hold 0 tokens .* raise gpu_memory_utilization, or lower"):
         cache_size(config, BLOCK_BYTES, CUDA, cuda.run_step, cuda=cuda)
+
+
+def loaded(share: float, held: int, weights: int = 8 * GIB) -> CacheSize:
+    """A model that may use a share of a GPU of 80 GiB, of which others hold so many bytes."""
+    cuda = FakeCuda(others=held, allocated=weights, reserved=weights, peak=weights)
+    config = EngineConfig(model="m", max_model_len=2**19, gpu_memory_utilization=share)
+    return cache_size(config, BLOCK_BYTES // 16, CUDA, cuda.run_step, cuda=cuda)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.3, 0.6), (0.6, 0.3)])
+def test_two_models_share_a_gpu_whichever_is_loaded_first(first: float, second: float) -> None:
+    """Each gets what it would get alone, and together they fit."""
+    context = GIB // 2
+    one = loaded(first, context)
+    used = context + int(first * 80 * GIB)
+    other = loaded(second, used + context)
+    assert one == loaded(first, 0)
+    assert other == loaded(second, 0)
+    assert used + context + int(second * 80 * GIB) <= 80 * GIB
+
+
+def test_a_model_takes_no_more_than_others_leave() -> None:
+    # 80 GiB, less 50 of others, 8 of weights, 4 of the step, and 1.6 that stay free
+    size = loaded(0.9, 50 * GIB)
+    assert size == CacheSize(
+        int(16.4 * GIB) // (BLOCK_BYTES // 16), "what others leave of the GPU (16.4 GiB)"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"would hold 0 tokens \(what others leave .* lower gpu_memory_utilization of the models that",
+    ):
+        loaded(0.9, 72 * GIB)
+
+
+def test_models_on_one_cpu_fit_together_whichever_is_loaded_first() -> None:
+    """Each takes a quarter of what is free then, so that any number leaves something."""
+    free, taken = 8 * GIB, []
+    for _ in range(6):
+        taken.append(size_of(available=free).num_blocks * BLOCK_BYTES)
+        free -= taken[-1]
+    assert taken == sorted(taken, reverse=True)
+    assert sum(taken) + free == 8 * GIB
+    assert free > GIB

@@ -32,7 +32,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, each [N, Hkv, B, D]."""
+    """Keys and values of one layer, each [N, Hkv, B, D], or quantised as `kv_format` has them."""
 
     k: Tensor
     v: Tensor

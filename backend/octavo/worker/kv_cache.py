@@ -3,6 +3,7 @@
 Block ids are the scheduler's; here they are the first axis of every layer's tensors.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,14 +15,16 @@ from octavo.errors import ConfigError
 from octavo.layers.inputs import LayerCache
 from octavo.models.model_config import ModelConfig
 from octavo.worker.memory import available_bytes, readable
-from octavo_kernels import host_memory, ops
+from octavo_kernels import host_memory, kv_format, ops
 
 _CPU_SHARE = 4  # of the memory that is free, one part in so many
 _CPU_MOST_BYTES = 4 * 2**30
+_GPU_SPARE = 0.02  # of a GPU that is full, for what its libraries take later
 
 
 class KVCache:
-    """K and V of all layers for N blocks, in one tensor [layers, 2, N, Hkv, B, D].
+    """K and V of all layers for N blocks of type `dtype`, in one tensor [layers, 2, N, Hkv, B, D]; where that
+    quantises, [layers, 2, N, Hkv, B * (D + 2)], so that a block's scales go wherever the block is copied.
 
     Not cleared: attention ignores slots that were never written, and memory that is never touched is never
     taken from the system.
@@ -30,9 +33,11 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
-        self._data = host_memory.empty(shape, dtype, device)
-        self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data]
+        block = kv_format.block_shape(config.num_kv_heads, block_size, config.head_size, dtype)
+        # Bytes where it is quantised: torch copies few things in float8.
+        memory_dtype = torch.uint8 if kv_format.is_quantised(dtype) else dtype
+        self._data = host_memory.empty((config.num_layers, 2, num_blocks, *block), memory_dtype, device)
+        self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data.view(dtype)]
         self.layouts = (ops.KVLayout(config.num_kv_heads, block_size, None, device),)  # by KV group
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -42,8 +47,9 @@ class KVCache:
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """What one block takes in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+    """What one block takes in all layers, of type `dtype` as `KVCache` takes it."""
+    block = kv_format.block_shape(config.num_kv_heads, block_size, config.head_size, dtype)
+    return 2 * config.num_layers * math.prod(block) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +85,16 @@ def cache_size(
             budget_bytes = config.kv_cache_memory_bytes
             limit = f"kv_cache_memory_bytes = {readable(budget_bytes)}"
         elif device.type == "cuda":
-            budget_bytes = _gpu_budget(config.gpu_memory_utilization, device, profile, cuda or torch.cuda)
-            limit = f"gpu_memory_utilization = {config.gpu_memory_utilization} ({readable(budget_bytes)})"
+            share = config.gpu_memory_utilization
+            budget_bytes, room_bytes = _gpu_budget(share, device, profile, cuda or torch.cuda)
+            limit = f"gpu_memory_utilization = {share} ({readable(budget_bytes)})"
             hint = "raise gpu_memory_utilization"
+            if room_bytes < budget_bytes:
+                budget_bytes = room_bytes
+                limit = f"what others leave of the GPU ({readable(room_bytes)})"
+                hint = (
+                    "lower gpu_memory_utilization of the models that share the GPU, so that all add up to 1"
+                )
         else:
             budget_bytes = min(available() // _CPU_SHARE, _CPU_MOST_BYTES)
             limit = f"a quarter of the free memory = {readable(budget_bytes)}"
@@ -112,9 +125,13 @@ class CudaMemory(Protocol):
 
 def _gpu_budget(
     utilization: float, device: torch.device, profile: Callable[[], None], cuda: CudaMemory
-) -> int:
-    """Bytes that are left of the share of the GPU we may use, beside weights, the largest step, and what
-    others (and the CUDA context) hold."""
+) -> tuple[int, int]:
+    """Bytes that are left beside the weights and the largest step: of our share of the GPU, and of all that
+    others (and the CUDA context) do not hold.
+
+    The share is this instance's own, as with vLLM: what others hold does not count against it, so that two
+    models get the same whichever is loaded first.
+    """
     cuda.empty_cache()
     cuda.reset_peak_memory_stats(device)
     profile()
@@ -122,4 +139,6 @@ def _gpu_budget(
     cuda.empty_cache()
     free_bytes, total_bytes = cuda.mem_get_info(device)
     others_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)
-    return int(total_bytes * utilization) - peak_bytes - others_bytes
+    spare_bytes = int(total_bytes * _GPU_SPARE)
+    room_bytes = total_bytes - others_bytes - peak_bytes - spare_bytes
+    return int(total_bytes * utilization) - peak_bytes, max(room_bytes, 0)

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo_kernels import kv_format
 from octavo_kernels.cpu import paged_attention
-from octavo_kernels.cpu.library import TYPES, num_threads
+from octavo_kernels.cpu.library import TYPES, cache_type, num_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,12 @@ class FusedLayers:
         self._narrow = max(max(layer.output.in_features, layer.down.in_features) for layer in layers)
 
     def takes(self, hidden: Tensor, caches: Sequence[Cache]) -> bool:
-        weight = self._layers[0].input_norm.weight
-        return hidden.is_contiguous() and all(
-            x.dtype == hidden.dtype and x.is_contiguous() for x in (weight, caches[0].k, caches[0].v)
+        weight, k, v = self._layers[0].input_norm.weight, caches[0].k, caches[0].v
+        return (
+            weight.dtype == hidden.dtype
+            and k.dtype == v.dtype
+            and cache_type(k, hidden.dtype) is not None
+            and all(x.is_contiguous() for x in (hidden, weight, k, v))
         )
 
     def run(
@@ -109,7 +113,8 @@ class FusedLayers:
         narrow = residual.new_empty((num_tokens, self._narrow))
         for structure, cache in zip(self._structures, caches, strict=True):
             structure.k_cache, structure.v_cache = cache.k.data_ptr(), cache.v.data_ptr()
-            structure.block_size = cache.k.shape[2]
+            structure.block_size = kv_format.block_size(cache.k, structure.head_size)
+            structure.cache_type = cache_type(cache.k, residual.dtype)
         state = _State(
             *(x.data_ptr() for x in (hidden, residual, norm, wide, narrow, cos, sin)),
             *(num_tokens, size, TYPES[residual.dtype], num_threads()),
@@ -143,7 +148,8 @@ _Product = _structure(packed=c_void_p, bias=c_void_p, scales=c_void_p, outputs=c
 _Layer = _structure(
     **dict.fromkeys(("qkv", "output", "gate_up", "down"), _Product),
     **dict.fromkeys(("input_norm", "mlp_norm", "k_cache", "v_cache"), c_void_p),
-    **dict.fromkeys(("heads", "kv_heads", "head_size", "block_size", "window", "group"), c_int64),
+    **dict.fromkeys(("heads", "kv_heads", "head_size", "block_size"), c_int64),
+    **dict.fromkeys(("cache_type", "window", "group"), c_int64),
     **dict.fromkeys(("scale", "soft_cap", "input_eps", "mlp_eps"), c_float),
 )
 _Batch = _structure(

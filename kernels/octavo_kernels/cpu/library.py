@@ -20,14 +20,15 @@ log = logging.getLogger("octavo")
 
 # Element types, as the C side numbers them.
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_CACHE_TYPES = {torch.int8: 2, torch.float8_e4m3fn: 3}  # beside the tensors' own
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "octavo_start": (_I, []),
     "octavo_rms_norm": (None, [_P] * 5 + [_I] * 2 + [_F] + [_I] * 2),
     "octavo_silu_and_mul": (None, [_P] * 2 + [_I] * 4),
-    "octavo_rope_store": (None, [_P] * 6 + [_I] * 7),
-    "octavo_paged_attention": (_I, [_P] * 7 + [_I] * 9 + [_F] * 2 + [_I] * 2),
+    "octavo_rope_store": (None, [_P] * 6 + [_I] * 8),
+    "octavo_paged_attention": (_I, [_P] * 7 + [_I] * 9 + [_F] * 2 + [_I] * 3),
     "octavo_best_token": (None, [_P] * 3 + [_I] * 4),
     "octavo_sample": (_I, [_P] * 7 + [_I] * 5),
     "octavo_token_logprobs": (_I, [_P] * 7 + [_I] * 6),
@@ -38,6 +39,11 @@ _SIGNATURES = {
     "octavo_linear_int8": (_I, [_P] * 5 + [_I] * 5),
     "octavo_linear_int8_best": (_I, [_P] * 5 + [_I] * 6),
 }
+
+
+def cache_type(cache: Tensor, dtype: torch.dtype) -> int | None:
+    """The number of a KV cache's element type, if kernels that compute in `dtype` read and write it."""
+    return TYPES[dtype] if cache.dtype == dtype else _CACHE_TYPES.get(cache.dtype)
 
 
 class _Threads:

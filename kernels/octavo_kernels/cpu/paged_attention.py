@@ -5,7 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES, num_threads
+from octavo_kernels import kv_format
+from octavo_kernels.cpu.library import TYPES, cache_type, num_threads
 
 # As attention.h has them.
 _MAX_HEAD_SIZE = 256
@@ -24,7 +25,9 @@ def takes(
     return (
         takes_heads(q.shape[1], k_cache.shape[1], q.shape[2])
         and q.stride(2) == 1
-        and q.dtype == k_cache.dtype == v_cache.dtype
+        and q.dtype in TYPES
+        and k_cache.dtype == v_cache.dtype
+        and cache_type(k_cache, q.dtype) is not None
         and block_tables.dtype == context_lens.dtype == query_start.dtype == torch.int32
         and all(x.is_contiguous() for x in (k_cache, v_cache, block_tables, context_lens, query_start))
     )
@@ -63,12 +66,13 @@ def paged_attention(
         sequences,
         num_heads,
         k_cache.shape[1],
-        k_cache.shape[2],
+        kv_format.block_size(k_cache, head_size),
         head_size,
         window or 0,
         scale,
         soft_cap or 0.0,
         TYPES[q.dtype],
+        cache_type(k_cache, q.dtype),
         num_threads(),
     )
     if failed:

@@ -5,14 +5,16 @@ import ctypes
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import TYPES, num_threads
+from octavo_kernels import kv_format
+from octavo_kernels.cpu.library import TYPES, cache_type, num_threads
 
 
 def takes(
     qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> bool:
     return (
-        qkv.dtype == k_cache.dtype == v_cache.dtype
+        k_cache.dtype == v_cache.dtype
+        and cache_type(k_cache, qkv.dtype) is not None
         and cos.dtype == sin.dtype == torch.float32
         and slot_mapping.dtype == torch.int64
         and all(x.is_contiguous() for x in (qkv, cos, sin, k_cache, v_cache, slot_mapping))
@@ -40,8 +42,9 @@ def rope_and_store(
         num_heads,
         k_cache.shape[1],
         qkv.shape[2],
-        k_cache.shape[2],
+        kv_format.block_size(k_cache, qkv.shape[2]),
         TYPES[qkv.dtype],
+        cache_type(k_cache, qkv.dtype),
         num_threads(),
     )
     return qkv[:, :num_heads]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo_kernels import kv_format
 from octavo_kernels.reference.plan import BatchPlan, Bucket, Span
 
 
@@ -43,15 +44,17 @@ def _decode(
     out: Tensor,
 ) -> None:
     """All sequences of a bucket in two batched products; the query heads that share a KV head are the rows
-    of one product, so K and V are not repeated. V is gathered into K's memory, which is near."""
-    num_kv_heads, head_size = k_cache.shape[1], k_cache.shape[3]
+    of one product, so K and V are not repeated. V is gathered into K's memory, which is near, unless it is
+    dequantised."""
+    num_kv_heads, head_size = k_cache.shape[1], q.shape[2]
     grouped = (len(q) * num_kv_heads, -1, head_size)
-    gathered = _gather(k_cache, bucket.rows)
+    gathered = _gather(k_cache, bucket.rows, q)
     by_head = gathered.view(grouped)  # [S * Hkv, L, D]
     scores = torch.bmm(q.reshape(grouped), by_head.transpose(1, 2))  # [S * Hkv, Hq / Hkv, L]
     scores = _cap(scores.float(), scale, soft_cap)
     scores.view(len(q), num_kv_heads, *scores.shape[1:]).masked_fill_(bucket.hidden, -torch.inf)
-    _gather(v_cache, bucket.rows, gathered)
+    gathered = _gather(v_cache, bucket.rows, q, gathered)
+    by_head = gathered.view(grouped)
     gathered.view(-1, head_size).index_fill_(0, bucket.hidden_rows, 0.0)
     torch.bmm(scores.softmax(dim=-1).to(q.dtype), by_head, out=out.view(grouped))
 
@@ -65,10 +68,10 @@ def _attend(
     soft_cap: float | None,
     out: Tensor,
 ) -> None:
-    num_kv_heads, head_size = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, head_size = k_cache.shape[1], q.shape[2]
     keys = slice(span.first_key, span.first_key + span.num_keys)
-    k = _gather(k_cache, span.rows).view(num_kv_heads, -1, head_size)[:, keys]
-    v = _gather(v_cache, span.rows).view(num_kv_heads, -1, head_size)[:, keys]
+    k = _gather(k_cache, span.rows, q).view(num_kv_heads, -1, head_size)[:, keys]
+    v = _gather(v_cache, span.rows, q).view(num_kv_heads, -1, head_size)[:, keys]
     by_head = q.transpose(0, 1)  # [Hq, n, D]
     if soft_cap is None:
         visible = None if span.causal else span.visible()
@@ -92,7 +95,11 @@ def _cap(scores: Tensor, scale: float, soft_cap: float | None) -> Tensor:
     return scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
 
 
-def _gather(cache: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows of [N * Hkv, B * D]: one copy of whole heads of whole blocks, already in the order wanted."""
+def _gather(cache: Tensor, rows: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows of [N * Hkv, B * D]: one copy of whole heads of whole blocks, already in the order wanted; in
+    `out`, where nothing is dequantised to the type of q."""
+    if kv_format.is_quantised(cache.dtype):
+        tiles = cache.view(torch.uint8).flatten(0, 1).index_select(0, rows)
+        return kv_format.dequantise(tiles.view(cache.dtype), q.shape[2], q.dtype)
     num_blocks, num_kv_heads, block_size, head_size = cache.shape
     return torch.index_select(cache.view(num_blocks * num_kv_heads, block_size * head_size), 0, rows, out=out)

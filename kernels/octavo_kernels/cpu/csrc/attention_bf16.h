@@ -33,31 +33,52 @@ INLINE void transpose(__m512i r[16]) {
     }
 }
 
+// 32 numbers of a row of the cache.
+INLINE __m512i load_halves(const char *row, int64_t column, int type) {
+    return type == BF16 ? load_512(row + column * 2) : decode_halves(row + column, type);
+}
+
 // The tile's rows are at `offsets` bytes in the cache; there are offsets for a multiple of 16.
-static void pack_keys(uint32_t *packed, const char *cache, const int64_t *offsets, int64_t count,
-                      int64_t head_size) {
+INLINE void pack_keys_of(uint32_t *packed, const char *cache, const int64_t *offsets, int64_t count, int64_t head_size,
+                         int type) {
     for (int64_t key = 0; key < count; key += LANES)
         for (int64_t column = 0; column < head_size; column += PAIRS) {
             __m512i r[LANES];
             for (int i = 0; i < LANES; i++)
-                r[i] = load_512(cache + offsets[key + i] + column * 2);
+                r[i] = load_halves(cache + offsets[key + i], column, type);
             transpose(r);
             for (int i = 0; i < LANES; i++)
                 _mm512_storeu_si512(packed + (column / 2 + i) * TILE + key, r[i]);
         }
 }
 
-static void pack_values(uint32_t *packed, const char *cache, const int64_t *offsets, int64_t count,
-                        int64_t head_size) {
+INLINE void pack_values_of(uint32_t *packed, const char *cache, const int64_t *offsets, int64_t count,
+                           int64_t head_size, int type) {
     for (int64_t key = 0; key < count; key += 2)
         for (int64_t column = 0; column < head_size; column += PAIRS) {
-            const __m512i a = load_512(cache + offsets[key] + column * 2);
+            const __m512i a = load_halves(cache + offsets[key], column, type);
             const __m512i b =
-                key + 1 < count ? load_512(cache + offsets[key + 1] + column * 2) : _mm512_setzero_si512();
+                key + 1 < count ? load_halves(cache + offsets[key + 1], column, type) : _mm512_setzero_si512();
             uint32_t *to = packed + key / 2 * head_size + column;
             _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
             _mm512_storeu_si512(to + LANES, _mm512_unpackhi_epi16(a, b));
         }
+}
+
+static void pack_keys(const Attention *a, uint32_t *packed, const int64_t *offsets, int64_t count) {
+    switch (a->cache_type) {
+    case INT8: pack_keys_of(packed, a->k_cache, offsets, count, a->head_size, INT8); break;
+    case FP8: pack_keys_of(packed, a->k_cache, offsets, count, a->head_size, FP8); break;
+    default: pack_keys_of(packed, a->k_cache, offsets, count, a->head_size, BF16);
+    }
+}
+
+static void pack_values(const Attention *a, uint32_t *packed, const int64_t *offsets, int64_t count) {
+    switch (a->cache_type) {
+    case INT8: pack_values_of(packed, a->v_cache, offsets, count, a->head_size, INT8); break;
+    case FP8: pack_values_of(packed, a->v_cache, offsets, count, a->head_size, FP8); break;
+    default: pack_values_of(packed, a->v_cache, offsets, count, a->head_size, BF16);
+    }
 }
 
 // The columns of a row of sums, as `pack_values` leaves them, in their own order.
@@ -133,16 +154,17 @@ static void take_query_bf16(const Attention *a, Scratch *s, int64_t row, const v
 static void score_bf16(const Attention *a, const Work *w, Rows *rows, Scratch *s, const int64_t *offsets,
                        int64_t key, int64_t count) {
     const int64_t pairs = a->head_size / 2, whole = (count + PAIRS - 1) / PAIRS * PAIRS;
-    pack_keys(s->pairs.keys, a->k_cache, offsets, count, a->head_size);
+    pack_keys(a, s->pairs.keys, offsets, count);
     multiply_all(s->scores, TILE, s->pairs.q, pairs, s->pairs.keys, TILE, pairs, w->rows, whole, 0);
+    take_all_scales(a, w, s, key, count);
     for (int64_t row = 0; row < w->rows; row++)
-        softmax_row(a, w, rows, row, key, count, s->scores + row * TILE, s->pairs.shares + row * TILE / 2, BF16);
+        softmax_row(a, w, rows, s, row, key, count, s->scores + row * TILE, s->pairs.shares + row * TILE / 2, BF16);
 }
 
 static void add_bf16(const Attention *a, const Work *w, Rows *rows, Scratch *s, const int64_t *offsets,
                      int64_t count) {
     const int64_t size = a->head_size;
-    pack_values(s->pairs.values, a->v_cache, offsets, count, size);
+    pack_values(a, s->pairs.values, offsets, count);
     multiply_all(rows->out, size, s->pairs.shares, TILE / 2, s->pairs.values, size, (count + 1) / 2, w->rows, size, 1);
 }
 

@@ -1,4 +1,4 @@
-// The inner products of attention in float32; with AVX2 bfloat16 too, converted.
+// The inner products of attention in float32; with AVX2 bfloat16 too, and quantised caches, converted.
 #pragma once
 #include "attention.h"
 
@@ -70,14 +70,22 @@ static void add_all_values(float *out, int64_t head_size, const float *shares, c
     }
 }
 
+INLINE void decode_row(float *to, const char *from, int64_t count, int type) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store_f32(to + i, decode(from, i, type));
+}
+
 // Pointers to the rows as floats: as they lie in the cache, or converted into `buffer`.
 static void as_floats(const Attention *a, const char *cache, const int64_t *offsets, int64_t count, float *buffer,
                       const float **rows) {
     for (int64_t j = 0; j < count; j++) {
-        rows[j] = (const float *)(cache + offsets[j]);
-        if (a->type == BF16) {
-            load_all(buffer + j * a->head_size, cache + offsets[j], a->head_size, BF16);
-            rows[j] = buffer + j * a->head_size;
+        float *to = buffer + j * a->head_size;
+        rows[j] = to;
+        switch (a->cache_type) {
+        case INT8: decode_row(to, cache + offsets[j], a->head_size, INT8); break;
+        case FP8: decode_row(to, cache + offsets[j], a->head_size, FP8); break;
+        case BF16: load_all(to, cache + offsets[j], a->head_size, BF16); break;
+        default: rows[j] = (const float *)(cache + offsets[j]);
         }
     }
     for (int64_t j = count; j % LANES; j++)
@@ -91,11 +99,12 @@ static void take_query_f32(const Attention *a, Scratch *s, int64_t row, const vo
 static void score_f32(const Attention *a, const Work *w, Rows *rows, Scratch *s, const int64_t *offsets,
                       int64_t key, int64_t count) {
     as_floats(a, a->k_cache, offsets, count, s->floats.numbers, s->floats.rows);
+    take_all_scales(a, w, s, key, count);
     for (int64_t row = 0; row < w->rows; row++) {
         float *scores = s->scores + row * TILE;
         for (int64_t j = 0; j < count; j += LANES)
             store_f32(scores + j, score_lanes(s->floats.q + row * a->head_size, s->floats.rows + j, a->head_size));
-        softmax_row(a, w, rows, row, key, count, scores, scores, F32);
+        softmax_row(a, w, rows, s, row, key, count, scores, scores, F32);
     }
 }
 

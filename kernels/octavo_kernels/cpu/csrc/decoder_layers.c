@@ -16,8 +16,8 @@ typedef struct {
 typedef struct {
     Product qkv, output, gate_up, down;
     const void *input_norm, *mlp_norm;
-    void *k_cache, *v_cache;  // [blocks, kv_heads, block_size, head_size]
-    int64_t heads, kv_heads, head_size, block_size, window, group;
+    void *k_cache, *v_cache;  // [blocks, kv_heads, block_size, head_size], or quantised
+    int64_t heads, kv_heads, head_size, block_size, cache_type, window, group;
     float scale, soft_cap, input_eps, mlp_eps;
 } Layer;
 
@@ -48,10 +48,11 @@ static int64_t multiply(const State *s, const Product *p, const void *x, void *o
 
 static int64_t attend(const State *s, const Layer *l, const Batch *b) {
     octavo_rope_store(s->wide, s->cos, s->sin, l->k_cache, l->v_cache, b->slots, s->tokens, l->heads, l->kv_heads,
-                      l->head_size, l->block_size, s->type, s->threads);
+                      l->head_size, l->block_size, s->type, l->cache_type, s->threads);
     return octavo_paged_attention(s->wide, s->narrow, l->k_cache, l->v_cache, b->tables, b->contexts, b->starts,
                                   l->qkv.outputs, l->head_size, b->table_width, b->sequences, l->heads, l->kv_heads,
-                                  l->block_size, l->head_size, l->window, l->scale, l->soft_cap, s->type, s->threads);
+                                  l->block_size, l->head_size, l->window, l->scale, l->soft_cap, s->type, l->cache_type,
+                                  s->threads);
 }
 
 static int64_t run_layer(const State *s, const Layer *l, const Batch *b) {

@@ -9,8 +9,6 @@
 #define ROWS_PER_TASK 8
 #define SERIAL_NUMBERS 32768
 
-typedef int8_t VecByte __attribute__((vector_size(16)));
-
 typedef struct {
     const void *x;
     int8_t *quantised;

@@ -42,11 +42,12 @@ static Work work_of(const Attention *a, int64_t index) {
 // Where the rows of a tile of keys lie in either cache, in bytes; filled up to a multiple of 16 with the last.
 // Returns how many there are.
 static int64_t locate(const Attention *a, const Work *w, int64_t key, int64_t head, int64_t *offsets) {
-    const int64_t count = min_i64(TILE, w->end_key - key), row_bytes = a->head_size * size_of((int)a->type);
+    const int64_t count = min_i64(TILE, w->end_key - key), row_bytes = a->head_size * size_of((int)a->cache_type);
+    const int64_t bytes = tile_bytes(a->block_size, a->head_size, (int)a->cache_type);
     const int32_t *table = a->tables + w->sequence * a->table_width;
     int64_t block = key / a->block_size, slot = key % a->block_size;
     for (int64_t j = 0; j < count; block++, slot = 0) {
-        int64_t offset = ((table[block] * a->kv_heads + head) * a->block_size + slot) * row_bytes;
+        int64_t offset = (table[block] * a->kv_heads + head) * bytes + slot * row_bytes;
         for (int64_t end = min_i64(count, j + a->block_size - slot); j < end; j++, offset += row_bytes)
             offsets[j] = offset;
     }
@@ -55,11 +56,12 @@ static int64_t locate(const Attention *a, const Work *w, int64_t key, int64_t he
     return count;
 }
 
-// Blocks are in no order, so the processor's own prefetcher loses track at each.
+// Blocks are in no order, so the processor's own prefetcher loses track at each. The scales of a quantised block lie
+// behind its last row.
 static void prefetch_rows(const Attention *a, const char *cache, const int64_t *offsets, int64_t count) {
-    const int64_t row_bytes = a->head_size * size_of((int)a->type);
+    const int64_t bytes = tile_bytes(1, a->head_size, (int)a->cache_type);
     for (int64_t j = 0; j < count; j++)
-        for (int64_t line = 0; line < row_bytes; line += 64)
+        for (int64_t line = 0; line < bytes; line += 64)
             prefetch(cache + offsets[j] + line);
 }
 
@@ -150,18 +152,19 @@ static void join_task(void *context, int64_t index) {
     }
 }
 
-// q [T, heads, head_size] with strides q_row and q_head; out the same, contiguous. Returns 0, or -1 when there
+// q [T, heads, head_size] with strides q_row and q_head; out the same, contiguous; caches of `type`, or quantised. Returns 0, or -1 when there
 // is no memory for a few numbers a sequence.
 EXPORT int64_t octavo_paged_attention(const void *q, void *out, const void *k_cache, const void *v_cache,
                                       const int32_t *tables, const int32_t *contexts, const int32_t *starts,
                                       int64_t q_row, int64_t q_head, int64_t table_width, int64_t sequences,
                                       int64_t heads, int64_t kv_heads, int64_t block_size, int64_t head_size,
-                                      int64_t window, float scale, float soft_cap, int64_t type, int64_t threads) {
+                                      int64_t window, float scale, float soft_cap, int64_t type,
+                                      int64_t cache_type, int64_t threads) {
     Attention a = {.q = q, .out = out, .k_cache = k_cache, .v_cache = v_cache, .tables = tables,
                    .contexts = contexts, .starts = starts, .q_row = q_row, .q_head = q_head,
                    .table_width = table_width, .sequences = sequences, .heads = heads, .kv_heads = kv_heads,
                    .block_size = block_size, .head_size = head_size, .window = window, .type = type,
-                   .scale = scale, .soft_cap = soft_cap, .group = heads / kv_heads, .heads_per_task = 1, .parts = 1};
+                   .cache_type = cache_type, .scale = scale, .soft_cap = soft_cap, .group = heads / kv_heads, .heads_per_task = 1, .parts = 1};
     a.products = products_of(&a);
     a.queries_per_task = max_i64(1, ROWS_WANTED / a.group);
     int64_t *first_task = malloc((size_t)(sequences + 1) * sizeof *first_task);

@@ -1,4 +1,6 @@
-// Rotates a batch's queries in place, and its keys on their way into the cache; copies the values there.
+// Rotates a batch's queries in place, and its keys on their way into the cache; copies the values there. On the way
+// both are quantised, where the cache is.
+#include "kv_numbers.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -10,7 +12,7 @@ typedef struct {
     const float *cos, *sin;
     void *k_cache, *v_cache;
     const int64_t *slots;
-    int64_t tokens, heads, kv_heads, head_size, block_size, type;
+    int64_t tokens, heads, kv_heads, head_size, block_size, type, cache_type;
 } RopeStore;
 
 // Pairs (i, i + half) of one head; `sin` has its first half negated.
@@ -31,6 +33,39 @@ INLINE void rotate(const void *from, void *to, const float *cos, const float *si
     }
 }
 
+// One token's head, in slot `slot` of a tile. A NaN, as an integer, is above all numbers.
+INLINE void quantise(const void *x, char *tile, int64_t slot, int64_t block_size, int64_t size, int type,
+                     int cache_type) {
+    VecInt largest = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const VecInt bits = (VecInt)load_up_to(x, i, size - i, type) & INT32_MAX;
+        largest = (VecInt)blend(bits > largest, (Vec)bits, (Vec)largest);
+    }
+    float scale;
+    const int32_t most = max_lanes_int(largest);
+    memcpy(&scale, &most, sizeof scale);
+    scale /= cache_type == INT8 ? 127.0f : 448.0f;
+    const VecHalf half = narrow(splat(scale < 1e-30f ? 1e-30f : scale));
+    memcpy(tile + block_size * size + slot * SCALE_BYTES, &half, SCALE_BYTES);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Vec ratio = load_up_to(x, i, size - i, type) / widen(half);
+        const VecByte bytes = encode(blend(ratio == ratio, ratio, (Vec){0}), cache_type);
+        memcpy(tile + slot * size + i, &bytes, (size_t)min_i64(LANES, size - i));
+    }
+}
+
+INLINE void one_token_quantised(const RopeStore *r, int64_t token, void *k, const void *v, int type, int cache_type) {
+    const int64_t size = r->head_size, block = r->slots[token] / r->block_size, slot = r->slots[token] % r->block_size;
+    const float *cos = r->cos + token * size, *sin = r->sin + token * size;
+    for (int64_t head = 0; head < r->kv_heads; head++) {
+        const int64_t tile = (block * r->kv_heads + head) * tile_bytes(r->block_size, size, cache_type);
+        void *key = at_mut(k, head * size, type);
+        rotate(key, key, cos, sin, size / 2, type);
+        quantise(key, (char *)r->k_cache + tile, slot, r->block_size, size, type, cache_type);
+        quantise(at(v, head * size, type), (char *)r->v_cache + tile, slot, r->block_size, size, type, cache_type);
+    }
+}
+
 INLINE void one_token(const RopeStore *r, int64_t token, int type) {
     const int64_t size = r->head_size, width = (r->heads + 2 * r->kv_heads) * size;
     const float *cos = r->cos + token * size, *sin = r->sin + token * size;
@@ -39,7 +74,15 @@ INLINE void one_token(const RopeStore *r, int64_t token, int type) {
         void *x = at_mut(q, head * size, type);
         rotate(x, x, cos, sin, size / 2, type);
     }
-    const void *k = at(q, r->heads * size, type), *v = at(k, r->kv_heads * size, type);
+    void *k = at_mut(q, r->heads * size, type);
+    const void *v = at(k, r->kv_heads * size, type);
+    if (is_quantised(r->cache_type)) {
+        if (r->cache_type == INT8)
+            one_token_quantised(r, token, k, v, type, INT8);
+        else
+            one_token_quantised(r, token, k, v, type, FP8);
+        return;
+    }
     const int64_t block = r->slots[token] / r->block_size, offset = r->slots[token] % r->block_size;
     for (int64_t head = 0; head < r->kv_heads; head++) {
         const int64_t to = ((block * r->kv_heads + head) * r->block_size + offset) * size;
@@ -60,11 +103,13 @@ static void rope_store_task(void *context, int64_t index) {
 }
 
 // qkv [tokens, heads + 2 kv_heads, head_size]; cos, sin [tokens, head_size]; slots [tokens];
-// caches [blocks, kv_heads, block_size, head_size].
+// caches [blocks, kv_heads, block_size, head_size] of `type`, or quantised.
 EXPORT void octavo_rope_store(void *qkv, const float *cos, const float *sin, void *k_cache, void *v_cache,
                               const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
-                              int64_t head_size, int64_t block_size, int64_t type, int64_t threads) {
-    RopeStore r = {qkv, cos, sin, k_cache, v_cache, slots, tokens, heads, kv_heads, head_size, block_size, type};
+                              int64_t head_size, int64_t block_size, int64_t type, int64_t cache_type,
+                              int64_t threads) {
+    RopeStore r = {qkv,      cos,       sin,        k_cache, v_cache,   slots, tokens, heads,
+                   kv_heads, head_size, block_size, type,    cache_type};
     const int64_t tasks = (tokens + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK;
     const int64_t numbers = tokens * (heads + 2 * kv_heads) * head_size;
     parallel_for(numbers < SERIAL_NUMBERS ? 1 : threads, tasks, rope_store_task, &r);

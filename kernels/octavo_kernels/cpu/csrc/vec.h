@@ -23,14 +23,15 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
 typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
+typedef int8_t VecByte __attribute__((vector_size(LANES)));
 
 // Element types, as Python passes them. Functions take the type as an argument that is constant once they are
 // inlined, so each type gets its own code.
-enum { F32 = 0, BF16 = 1, INT8 = 2 };
+enum { F32 = 0, BF16 = 1, INT8 = 2, FP8 = 3 };
 
 INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t size_of(int type) { return type == BF16 ? 2 : type == INT8 ? 1 : 4; }
+INLINE int64_t size_of(int type) { return type == F32 ? 4 : type == BF16 ? 2 : 1; }
 INLINE const void *at(const void *base, int64_t index, int type) { return (const char *)base + index * size_of(type); }
 INLINE void *at_mut(void *base, int64_t index, int type) { return (char *)base + index * size_of(type); }
 
@@ -110,6 +111,10 @@ INLINE Vec load_part(const void *base, int64_t index, int64_t count, int type) {
     return load(buffer, 0, type);
 }
 
+INLINE Vec load_up_to(const void *base, int64_t index, int64_t count, int type) {
+    return count >= LANES ? load(base, index, type) : load_part(base, index, count, type);
+}
+
 INLINE void store_part(void *base, int64_t index, int64_t count, Vec v, int type) {
     char buffer[64];
     store(buffer, 0, v, type);
@@ -144,6 +149,17 @@ INLINE float max_lanes(Vec v) {
         for (int i = 0; i < width; i++)
             lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
+}
+
+INLINE int32_t max_lanes_int(VecInt v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < LANES; i++)
+        most = v[i] > most ? v[i] : most;
+    return most;
 #endif
 }
 
