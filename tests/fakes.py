@@ -73,13 +73,14 @@ class ResponseSender:
         self.threads.add(threading.current_thread().name)
         return self.cancelled
 
-    def send(self, response: InferenceResponse, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         self.threads.add(threading.current_thread().name)
         if self.broken:
             raise TritonModelException("the client is gone")
         assert not self.closed.is_set(), "a response after the final one"
         assert self.unblocked.wait(TIMEOUT_S)
-        self.responses.append(response)
+        if response is not None:
+            self.responses.append(response)
         if flags & FINAL:
             self.closed.set()
 

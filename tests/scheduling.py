@@ -34,8 +34,23 @@ class Run:
         self.plans: list[StepPlan] = []
         self.most_blocks = 0
 
-    def add(self, prompt: list[int], priority: int = 0, **params: object) -> list[int]:
-        request = Request(f"r{len(self.requests)}", tuple(prompt), SamplingParams(**params), priority)
+    def add(
+        self,
+        prompt: list[int],
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        **params: object,
+    ) -> list[int]:
+        request = Request(
+            f"r{len(self.requests)}",
+            tuple(prompt),
+            SamplingParams(**params),
+            priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+        )
         sequences = self.scheduler.add(request)
         ids = [seq.id for seq in sequences]
         self.requests.append(ids)

@@ -105,6 +105,15 @@ def test_no_name_is_in_two_tables() -> None:
         ({"model": "m", "max_queue_size": 0}, "'max_queue_size' is 0; allowed: 1 and more"),
         ({"model": "m", "fair_scheduling": 1}, "'fair_scheduling' is 1; it must be true or false"),
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
+        ({"model": "m", "target_itl_ms": 0}, "'target_itl_ms' is 0; allowed: above 0"),
+        (
+            {"model": "m", "target_itl_ms": 50, "enable_chunked_prefill": False},
+            "'target_itl_ms' is 50; allowed: above 0, and null where enable_chunked_prefill is false",
+        ),
+        (
+            {"model": "m", "scheduling_policy": "lifo"},
+            "'scheduling_policy' is 'lifo'; allowed: fcfs, priority, sjf",
+        ),
         ({"model": "m", "max_model_len": 1}, "'max_model_len' is 1; allowed: 2 and more"),
         (
             {"model": "m", "enable_lora": True},
@@ -137,6 +146,13 @@ def test_what_is_wrong_is_named_with_what_is_allowed(arguments: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         resolve(arguments)
     assert text in str(caught.value)
+
+
+def test_types_of_the_kv_cache() -> None:
+    for name in ("auto", "fp8", "fp8_e4m3", "int8"):
+        assert resolve({"model": "m", "kv_cache_dtype": name}).kv_cache_dtype == name
+    with pytest.raises(ConfigError, match=r"'kv_cache_dtype' is 'fp8_e5m2'; allowed: 'auto' .* and 'int8'"):
+        resolve({"model": "m", "kv_cache_dtype": "fp8_e5m2"})
 
 
 def test_dtypes_have_two_names_as_in_vllm() -> None:

@@ -113,6 +113,7 @@ class EngineConfig:
     max_queue_size: int | None = None  # requests that may wait for their first step; no limit when None
     scheduling_policy: SchedulingPolicy = "priority"  # see engine/policy.py
     fair_scheduling: bool = False  # the line is taken by turns of tenants, each with its own by the policy
+    target_itl_ms: float | None = None  # steps get the tokens that fit into it; see engine/pace.py
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None  # CPU: a quarter of the free memory, at most 4 GiB, when None
     num_gpu_blocks_override: int | None = None
@@ -146,6 +147,11 @@ class EngineConfig:
             f"max_num_seqs ({self.max_num_seqs}) to {2**20}, so that every sequence can have a token a step",
         )
         require(self.max_queue_size is None or self.max_queue_size > 0, "max_queue_size", "1 and more")
+        require(
+            self.target_itl_ms is None or (self.target_itl_ms > 0 and self.enable_chunked_prefill),
+            "target_itl_ms",
+            "above 0, and null where enable_chunked_prefill is false: a prompt cannot be cut to fit then",
+        )
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "above 0 and up to 1")
         require(
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes > 0,

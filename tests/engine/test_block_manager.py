@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -192,6 +193,8 @@ class Machine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.content: dict[int, list[tuple[int, ...]]] = {}  # block -> the prefix stored in each of its slots
         self.count = 0
+        self.parents: dict[bytes, bytes] = {}  # of the hashes of blocks
+        self.freed: dict[bytes, int] = {}  # when a sequence that had the content was freed last
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
     def allocate(self, tokens: list[int], salt: str | None) -> None:
@@ -242,6 +245,8 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.live))
+        self.count += 1
+        self.freed.update(dict.fromkeys(seq.block_hashes[: seq.num_committed_blocks], self.count))
         self.manager.free(seq)
         self.live.remove(seq)
 
@@ -253,6 +258,7 @@ class Machine(RuleBasedStateMachine):
             slots.append(self.prefix(seq, position))
         seq.num_computed_tokens += num_tokens
         self.manager.commit(seq)
+        self.parents.update(pairwise(reversed(seq.block_hashes)))
 
     def prefix(self, seq: Sequence, position: int) -> tuple[int, ...]:
         return (seq.request.cache_salt == "s", *seq.token_ids[: position + 1])
@@ -267,6 +273,16 @@ class Machine(RuleBasedStateMachine):
         self.manager.check_integrity(self.live)
         for seq in self.live:
             self.check_content(seq)
+
+    @invariant()
+    def the_least_recently_used_go_first_and_leaves_before_what_they_hang_on(self) -> None:
+        free = list(self.manager._free)
+        evicted_next = [digest for block in free if (digest := self.manager._hashes[block]) is not None]
+        used = [self.freed[digest] for digest in evicted_next]
+        assert used == sorted(used)
+        for place, digest in enumerate(evicted_next):
+            assert self.parents.get(digest) not in evicted_next[:place]
+        assert not any(self.manager._hashes[block] for block in free[: len(free) - len(evicted_next)])
 
     def teardown(self) -> None:
         for seq in getattr(self, "live", []):

@@ -291,7 +291,7 @@ def test_text_in_text_out(engine: Engine) -> None:
 
 
 def test_the_end_of_sequence_token_comes_from_the_generation_config(engine: Engine) -> None:
-    assert engine._scheduler._eos == {EOS}
+    assert engine._scheduler._reception._eos == {EOS}
 
 
 def test_one_line_says_what_fits(engine: Engine) -> None:

@@ -235,6 +235,7 @@ class Machine(Programs):
         spare_blocks=st.sampled_from([0, 1, 4, 30]),
         caching=st.booleans(),
         chunked=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "sjf"]),
     )
     def start(
         self,
@@ -244,6 +245,7 @@ class Machine(Programs):
         spare_blocks: int,
         caching: bool,
         chunked: bool,
+        policy: str,
     ) -> None:
         length = 24
         self.run = Run(
@@ -254,6 +256,7 @@ class Machine(Programs):
             max_num_batched_tokens=max_num_seqs + extra_budget + (0 if chunked else length),
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
+            scheduling_policy=policy,
         )
 
     @rule(

@@ -144,6 +144,7 @@ def line_of(line: RankedLine | FairLine, entries: Iterable[tuple[str, str | None
                 stop_ids=frozenset(),
                 min_length=1,
                 max_length=2,
+                precedence=priority,
                 token_ids=array("i", [1]),
             )
         )
@@ -173,3 +174,17 @@ def test_what_is_known_of_tenants_that_are_gone_is_bounded(monkeypatch: pytest.M
         seq = line.take()
         line.charge(seq, 5 + number % 3)
         assert len(line._served) <= 12
+
+
+def test_one_that_is_put_back_has_lost_nothing() -> None:
+    line = FairLine()
+    line_of(line, [("b", "b", 0), ("b2", "b", 0), ("a", "a", 0)])
+    line.charge(line.take(), 100)
+    held = line.take()
+    assert held.request.id == "a"
+    head = line.head()
+    assert head is not None
+    line.charge(head, 100)
+    line_of(line, [("c", "c", 0)])  # a tenant that comes starts higher by now
+    line.put_back(held)
+    assert [line.take().request.id for _ in range(3)] == ["a", "c", "b2"]

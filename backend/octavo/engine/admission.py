@@ -1,6 +1,8 @@
 """The waiting line: who is next, and whether it may start now. Owned by the scheduler, torch-free.
 
-The order is that of the `WaitingLine`. Its head is never overtaken.
+The order is that of the `WaitingLine`. Its head is overtaken only where a running sequence is about to
+compute what the two have in common: requests with one prefix that come together would each compute it, and
+one is enough. That lasts a step, since whoever runs gets all that it has to compute before others may start.
 """
 
 from collections.abc import Callable
@@ -25,15 +27,23 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._reserve = max(1, int(watermark * block_manager.num_blocks))
         self._line = line
+        self._held: list[Sequence] = []  # out of line until the next step
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._line) + len(self._held)
 
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)
 
     def remove(self, dropped: Callable[[Sequence], bool]) -> None:
         self._line.remove(dropped)
+        self._held = [seq for seq in self._held if not dropped(seq)]
+
+    def open(self) -> None:
+        """Call before the first `take` of a step: who was held back in the last one is in line again."""
+        held, self._held = self._held, []
+        for seq in held:
+            self._line.put_back(seq)
 
     def take(
         self, running: list[Sequence], most_tokens: int | None = None, most_sequences: int | None = None
@@ -45,7 +55,7 @@ class Admission:
         resume together can always be, since together they may have more tokens than any step). So does a team
         of more than `most_sequences`.
         """
-        head = self._line.head()
+        head = self._head()
         if head is None:
             return None
         team = head.team
@@ -62,3 +72,11 @@ class Admission:
         if self._blocks.can_allocate(head, reserve) is not Allocation.NOW:
             return None
         return self._line.take()
+
+    def _head(self) -> Sequence | None:
+        """The first in line that is not held back."""
+        while (head := self._line.head()) is not None and self._blocks.awaits(head):
+            if len(self._held) == self._max_num_seqs:
+                return None  # more than that many could not start together anyway
+            self._held.append(self._line.take())
+        return head

@@ -7,7 +7,8 @@ Invariants, checked by `check_integrity`:
 - a block is in the free list exactly once when its reference count is 0, and not at all otherwise;
 - a reference count is the number of block tables that hold the block;
 - a block with a hash is full, never written again, and is the one that the prefix cache names for it;
-- slots from a sequence's `num_computed_tokens` up to its `num_writable_tokens` are in blocks of its own.
+- slots from a sequence's `num_computed_tokens` up to its `num_writable_tokens` are in blocks of its own;
+- a hash is coming when a sequence has a block for it that it has yet to fill.
 
 The free list is ordered by who is evicted first: blocks that hold nothing reusable, then cached blocks by
 last use, the tail of a sequence before its head, so that a shared prefix outlives what followed it.
@@ -55,6 +56,7 @@ class BlockManager:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
+        self._coming: dict[bytes, Sequence] = {}  # who will publish it, unless it ends before
 
     @property
     def num_free_blocks(self) -> int:
@@ -99,7 +101,26 @@ class BlockManager:
         seq.block_table.extend(hits + fresh)
         seq.num_committed_blocks = len(hits)
         seq.num_writable_tokens = len(seq.block_table) * self.block_size
+        if self._caching:
+            full = seq.num_tokens // self.block_size
+            self._extend_hashes(seq, full)
+            for digest in seq.block_hashes[len(hits) : full]:
+                if digest not in self._cached:
+                    self._coming.setdefault(digest, seq)
         return len(hits) * self.block_size
+
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """How many leading tokens of a waiting sequence `allocate` would find in the cache now."""
+        return len(self._cached_prefix(seq)) * self.block_size
+
+    def awaits(self, seq: Sequence) -> bool:
+        """Whether a running sequence is about to fill the first block that the cache lacks for this one."""
+        if not self._coming or seq.needs_whole_prompt:
+            return False
+        usable = (seq.num_tokens - 1) // self.block_size
+        self._extend_hashes(seq, usable)
+        missing = (digest for digest in seq.block_hashes[:usable] if digest not in self._cached)
+        return next(missing, None) in self._coming
 
     def append(self, seq: Sequence, num_tokens: int) -> Appended | None:
         """Makes the slots of a running sequence's next `num_tokens` tokens exist and belong to it alone.
@@ -166,6 +187,7 @@ class BlockManager:
             if self._hashes[block_id] is None and digest not in self._cached:
                 self._hashes[block_id] = digest
                 self._cached[digest] = block_id
+        self._forget_coming(seq, seq.block_hashes[seq.num_committed_blocks : full])
         seq.num_committed_blocks = full
 
     def distrust(self, seq: Sequence) -> None:
@@ -174,15 +196,24 @@ class BlockManager:
             self._uncache(block_id)
 
     def free(self, seq: Sequence) -> None:
-        for block_id in reversed(seq.block_table):
-            self._release(block_id)
+        self._forget_coming(seq, seq.block_hashes[seq.num_committed_blocks :])
+        for index in reversed(range(len(seq.block_table))):
+            self._release(seq.block_table[index])
+            if index < seq.num_committed_blocks:
+                # Where it has computed what the cache holds already, that is what it has used.
+                named = self._cached.get(seq.block_hashes[index])
+                if named is not None and named in self._free:
+                    self._free.move_to_end(named)
         seq.block_table.clear()
         seq.num_committed_blocks = seq.num_writable_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises `AssertionError` when an invariant does not hold for these live sequences."""
         counts = [0] * self.num_blocks
+        num_coming = 0
         for seq in sequences:
+            yet_to_fill = seq.block_hashes[seq.num_committed_blocks : len(seq.block_table)]
+            num_coming += sum(self._coming.get(digest) is seq for digest in yet_to_fill)
             for block_id in seq.block_table:
                 counts[block_id] += 1
             first = seq.num_computed_tokens // self.block_size
@@ -194,6 +225,7 @@ class BlockManager:
             if digest is not None:
                 assert self._cached.get(digest) == block_id, f"block {block_id}: prefix cache"
         assert len(self._cached) == sum(digest is not None for digest in self._hashes)
+        assert len(self._coming) == num_coming, "nobody is about to fill a block that is said to be coming"
 
     def _reference(self, block_id: int) -> None:
         if self._ref_counts[block_id] == 0:
@@ -219,6 +251,11 @@ class BlockManager:
         if digest is not None:
             del self._cached[digest]
             self._hashes[block_id] = None
+
+    def _forget_coming(self, seq: Sequence, hashes: Iterable[bytes]) -> None:
+        for digest in hashes:
+            if self._coming.get(digest) is seq:
+                del self._coming[digest]
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._caching or seq.needs_whole_prompt:

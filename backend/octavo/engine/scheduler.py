@@ -8,8 +8,6 @@ There is no prefill phase and no decode phase: every running sequence computes a
 tokens as the token budget allows. One rule thereby covers chunked prefill, prefix hits and resumption.
 """
 
-import random
-from array import array
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,14 +16,15 @@ from typing import NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.engine.admission import Admission
-from octavo.engine.beam_search import BeamGroup, check_room
+from octavo.engine.beam_search import BeamGroup
 from octavo.engine.block_manager import Appended, BlockManager
 from octavo.engine.draft import Draft
 from octavo.engine.embedding import embedding_of
-from octavo.engine.row_sampling import ask_for_prompt_logprobs, row_sampling, take_prompt_logprobs
+from octavo.engine.pace import Pace
+from octavo.engine.reception import Reception
+from octavo.engine.row_sampling import take_prompt_logprobs
 from octavo.engine.sequence import Sequence
 from octavo.engine.waiting_line import FairLine, RankedLine, WaitingLine
-from octavo.errors import InvalidArgument, PromptTooLong
 from octavo.protocol import (
     NewSequence,
     PooledPrompt,
@@ -36,8 +35,7 @@ from octavo.protocol import (
 )
 from octavo.request import FinishReason, Request, SamplingParams
 
-_rank = attrgetter("rank")
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # sets the seeds of a request's sequences apart
+_rank, _arrival = attrgetter("rank"), attrgetter("arrival", "index")
 
 
 class SequenceOutput(NamedTuple):
@@ -71,20 +69,25 @@ class Scheduler:
     ) -> None:
         assert config.max_model_len is not None
         self._max_model_len = config.max_model_len
-        self._budget = config.max_num_batched_tokens
+        self._most_tokens = config.max_num_batched_tokens
+        self._pace: Pace | None = None
+        if config.target_itl_ms is not None:
+            self._pace = Pace(config.target_itl_ms / 1e3, config.max_num_seqs, self._most_tokens)
         self._chunked = config.enable_chunked_prefill
         self._max_num_seqs = config.max_num_seqs
         self._blocks = block_manager
-        self._eos = frozenset(eos_token_ids)
-        self._seeds = random.Random(config.seed)
+        self._reception = Reception(config, block_manager, eos_token_ids)
         fair_line = FairLine() if config.fair_scheduling else None
         self._charge = fair_line.charge if fair_line is not None else None
         line: WaitingLine = RankedLine() if fair_line is None else fair_line
         self._admission = Admission(block_manager, config.max_num_seqs, line)
         self._live: dict[int, Sequence] = {}  # all that have not finished, unborn children too
-        self._running: list[Sequence] = []  # sorted by rank
+        # By rank, or else one tenant's priority would throw another's requests out again and again.
+        self._order = _rank if fair_line is None else _arrival
+        self._running: list[Sequence] = []  # in that order
         self._dropped: list[int] = []  # rows for the worker to drop with the next plan
-        self._num_sequences = self._num_requests = self._num_steps = 0
+        self._num_steps = 0
+        self._computed_tokens = 0  # in all steps
         self.counters = Counters()
 
     @property
@@ -99,89 +102,57 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._live)
 
-    def check(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Refuses what could never be served. Reads configuration only, so any thread may call it."""
-        if num_prompt_tokens == 0:
-            raise InvalidArgument("the prompt is empty: it has no tokens; give at least one")
-        if num_prompt_tokens >= self._max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; max_model_len is {self._max_model_len}, "
-                f"so at most {self._max_model_len - 1} fit beside one new token"
-            )
-        if params.num_sequences > self._max_num_seqs:
-            name = "best_of" if params.num_sequences > params.n else "n"
-            name = "beam_width" if params.beam_width is not None else name
-            raise InvalidArgument(
-                f"'{name}' is {params.num_sequences}; this server runs at most {self._max_num_seqs} sequences"
-            )
-        if params.use_beam_search:
-            check_room(num_prompt_tokens, params, self._max_model_len, self._blocks)
+    def check(self, num_prompt_tokens: int, params: SamplingParams, *, embeds: bool = False) -> None:
+        """Refuses what could never be served; a prompt that `embeds` needs no room for a new token. Any
+        thread may call it."""
+        self._reception.check(num_prompt_tokens, params, embeds=embeds)
 
     def add(self, request: Request) -> list[Sequence]:
         """Puts a request in line; returns its `num_sequences`. Raises like `check`."""
-        params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
-        self.check(num_prompt_tokens, params)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        self._num_requests += 1
-        sequences = []
-        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos)
-        masked = tuple(sorted(stop_ids)) if params.min_tokens else ()
-        for index in range(params.num_sequences):
-            self._num_sequences += 1
-            sequences.append(
-                Sequence(
-                    id=self._num_sequences,
-                    request=request,
-                    index=index,
-                    arrival=self._num_requests,
-                    sampling=row_sampling(request, (seed + index * _SEED_STRIDE) % 2**64, masked),
-                    stop_ids=stop_ids,
-                    min_length=num_prompt_tokens + params.min_tokens,
-                    max_length=min(num_prompt_tokens + params.max_tokens, self._max_model_len),
-                    token_ids=array("i", request.prompt_token_ids),
-                )
-            )
+        sequences = self._reception.receive(request, self._computed_tokens)
         self._live.update((seq.id, seq) for seq in sequences)
-        if params.prompt_logprobs is not None:
-            ask_for_prompt_logprobs(sequences[0], params.prompt_logprobs)
-        if params.use_beam_search:
-            BeamGroup.form(sequences)
-        sequences[0].children = sequences[1:]
         self._admission.add(sequences[0])
-        self.counters.prompt_tokens += num_prompt_tokens
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
         return sequences
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed."""
-        draft = Draft(self._budget, self._blocks, self._charge)
+        budget = self._most_tokens if self._pace is None else self._pace.budget
+        draft = Draft(budget, self._blocks, self._charge)
         preempted = self._continue_running(draft)
         if not preempted:
             self._admit_waiting(draft)
         for seq in draft.born:
-            insort(self._running, seq, key=_rank)
+            insort(self._running, seq, key=self._order)
         if not draft.slices:
             return None
         self._num_steps += 1
+        self._computed_tokens += budget - draft.budget
         dropped, self._dropped = self._dropped, []
         return draft.plan(self._num_steps, dropped)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Takes a step's result: advances, commits and finishes its sequences."""
-        live, commit, results = self._live, self._blocks.commit, iter(result.sequences)
+        if self._pace is not None:
+            self._pace.note(plan.num_tokens, result.forward_s + result.sample_s)
+        live, results = self._live, iter(result.sequences)
+        commit, block_size = self._blocks.commit, self._blocks.block_size
         for part in result.prompt_logprobs:
             if part.seq_id in live:
                 take_prompt_logprobs(live[part.seq_id], part)
         outputs: list[SequenceOutput] = []
         for slice_id, start, length, _, _, samples in plan.slices:
+            end = start + length
+            fills_block = end % block_size < length
             for seq_id in samples or (slice_id,):
                 sampled = next(results) if samples else None
                 seq = live.get(seq_id)
                 if seq is None:  # finished or aborted while the step was in flight
                     continue
-                seq.num_computed_tokens = start + length
+                seq.num_computed_tokens = end
                 if sampled and sampled.error:
                     self._blocks.distrust(seq)
-                else:
+                elif fills_block:
                     commit(seq)
                 if sampled and seq.beams is not None:
                     outputs.extend(self._take_beam(seq, seq.beams, sampled))
@@ -210,7 +181,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `AssertionError` when an invariant of the scheduler or of its blocks does not hold."""
         self._blocks.check_integrity(self._live.values())
-        assert self._running == sorted(self._running, key=_rank)
+        assert self._running == sorted(self._running, key=self._order)
         seats = sum(1 + len(seq.children) for seq in self._running)
         assert seats <= self._max_num_seqs, f"{seats} seats taken"
         running = {seq.id for seq in self._running}
@@ -257,6 +228,7 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, draft: Draft) -> None:
+        self._admission.open()
         while draft.budget > 0 and len(self._admission):
             # Children born in this step hold the seats that their parent kept for them.
             most_tokens = None if self._chunked else draft.budget
@@ -280,7 +252,7 @@ class Scheduler:
         draft.new.append(
             NewSequence(seq.id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.sampling, pooling)
         )
-        insort(self._running, seq, key=_rank)
+        insort(self._running, seq, key=self._order)
         length = min(seq.num_uncomputed_tokens, 1 + draft.budget)
         draft.budget -= length - 1
         draft.compute(seq, length, Appended(0, tuple(seq.block_table)))

@@ -38,6 +38,7 @@ class Sequence:
     # Of the prompt's tokens from the second on, as far as they are computed; None: not wanted, or given out.
     prompt_logprobs: list[TokenLogprobs] | None = None
     beams: "BeamGroup | None" = None  # that it is one of
+    precedence: int = 0  # by the scheduling policy: the lower, the earlier
 
     @property
     def num_tokens(self) -> int:
@@ -74,5 +75,5 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sorts by who is served first: lower priority number, then earlier arrival, then index."""
-        return (self.request.priority, self.arrival, self.index)
+        """Sorts by who is served first: as the policy has it, then earlier arrival, then index."""
+        return (self.precedence, self.arrival, self.index)

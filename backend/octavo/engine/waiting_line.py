@@ -25,9 +25,12 @@ class WaitingLine(Protocol):
     def take(self) -> Sequence:
         """The head, removed. There must be one."""
 
+    def put_back(self, seq: Sequence) -> None:
+        """One that was taken and has had nothing: it stands where it would if it had not been taken."""
+
 
 class RankedLine:
-    """In order of `Sequence.rank`: nobody starves within a priority."""
+    """In order of `Sequence.rank`, whatever that goes by."""
 
     def __init__(self) -> None:
         self._waiting: list[Sequence] = []
@@ -47,9 +50,12 @@ class RankedLine:
     def take(self) -> Sequence:
         return self._waiting.pop(0)
 
+    def put_back(self, seq: Sequence) -> None:
+        self.add(seq)
+
 
 class FairLine:
-    """The tenant that was served the fewest tokens is next, with its first in rank: a priority orders the
+    """The tenant that was served the fewest tokens is next, with its first in rank: a rank orders the
     requests of one tenant, and lets none of them past another tenant's.
 
     `charge` says what was computed for whom. A tenant that comes (back) starts level with the one whose turn
@@ -59,8 +65,10 @@ class FairLine:
 
     def __init__(self) -> None:
         self._lines: dict[str, RankedLine] = {}  # of the tenants that wait; none is empty
-        self._served: dict[str, int] = {}  # tokens, by tenant
-        self._level = 0  # what the one whose turn it was last had been served by then
+        self._served: dict[str, float] = {}  # tokens, by tenant
+        # Where whoever comes starts: what the one whose turn it was last had been served by then, or what a
+        # share of all that was computed comes to.
+        self._level = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -68,11 +76,8 @@ class FairLine:
     def add(self, seq: Sequence) -> None:
         tenant = _tenant(seq)
         if tenant not in self._lines:
-            self._lines[tenant] = RankedLine()
             self._served[tenant] = max(self._served.get(tenant, 0), self._level)
-            if len(self._served) - len(self._lines) > MAX_IDLE_TENANTS:
-                self._forget_some()
-        self._lines[tenant].add(seq)
+        self.put_back(seq)
 
     def remove(self, dropped: Callable[[Sequence], bool]) -> None:
         for line in self._lines.values():
@@ -91,13 +96,22 @@ class FairLine:
         self._level = max(self._level, self._served[tenant])
         return seq
 
+    def put_back(self, seq: Sequence) -> None:
+        tenant = _tenant(seq)
+        self._served.setdefault(tenant, self._level)
+        self._lines.setdefault(tenant, RankedLine()).add(seq)
+        if len(self._served) - len(self._lines) > MAX_IDLE_TENANTS:
+            self._forget_some()
+
     def charge(self, seq: Sequence, num_tokens: int) -> None:
         """So many tokens of the sequence are being computed."""
         tenant = _tenant(seq)
         self._served[tenant] = self._served.get(tenant, self._level) + num_tokens
+        # A share of it, so that tenants who come without end do not all go before one that has had something.
+        self._level += num_tokens / (1 + len(self._lines))
 
     def _next(self) -> str:
-        def turn(tenant: str) -> tuple[int, int]:
+        def turn(tenant: str) -> tuple[float, int]:
             head = self._lines[tenant].head()
             assert head is not None
             return self._served[tenant], head.arrival
