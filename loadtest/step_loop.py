@@ -20,34 +20,24 @@ import argparse
 import json
 import random
 import statistics
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 
+from host_work import PARTS, HostWork
 from octavo.config import EngineConfig
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.delivery import Delivery
 from octavo.engine.scheduler import Scheduler, SequenceOutput
 from octavo.engine.tokenizer import Tokenizer
-from octavo.protocol import StepPlan, StepResult
 from octavo.request import Request, SamplingParams, TextDelta
 from octavo.serving.quiet_collector import QuietCollector
-from octavo.worker.executor import results_of
-from octavo.worker.model_input import build_step
-from octavo.worker.rows import Rows
-from octavo.worker.sampler import Samples
-from octavo_kernels import ops
 from offline import SMOLLM2
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 PROMPT_TOKENS = (200, 300)  # the shortest and the longest
 WARM_UP_STEPS = 20
-PARTS = ("schedule", "input", "result", "update")
 
 
 @dataclass(frozen=True)
@@ -79,17 +69,13 @@ class StepLoop:
         blocks = BlockManager(int(1.1 * num_sequences * blocks_each) + 1, BLOCK_SIZE)
         tokenizer = Tokenizer.load(SMOLLM2)
         self._scheduler = Scheduler(config, blocks)
-        self._rows = Rows()
-        self._layouts = (ops.KVLayout(3, BLOCK_SIZE, None, torch.device("cpu")),)
+        self._host = HostWork(tokenizer.vocab_size, 3, BLOCK_SIZE)
         self._deliveries: dict[int, Delivery] = {}
-        self._tokens = np.random.default_rng(0)
-        self._vocab_size = tokenizer.vocab_size
-        self._spent_s: dict[str, float] = {}
         self.num_delivered_tokens = 0
         rng = random.Random(0)
         params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
         for number in range(num_sequences):
-            prompt = tuple(rng.randrange(self._vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS)))
+            prompt = tuple(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS)))
             request = Request(str(number), prompt, params)
             ids = [seq.id for seq in self._scheduler.add(request)]
             self._deliveries[ids[0]] = Delivery(request, self._take, tokenizer, ids)
@@ -101,30 +87,18 @@ class StepLoop:
 
     def step(self) -> dict[str, float]:
         """One step; the seconds that each part of it took."""
-        self._spent_s = {}
-        with self._timed("schedule"):
+        self._host.begin()
+        with self._host.timed("schedule"):
             plan = self._scheduler.schedule()
         assert plan is not None
         for new in plan.new:
             self._deliveries[new.seq_id].timeline.enter_batch(0)
-        result = self._execute(plan)
-        with self._timed("update"):
+        result = self._host.execute(plan)
+        with self._host.timed("update"):
             outputs = self._scheduler.update(plan, result)
-        with self._timed("deliver"):
+        with self._host.timed("deliver"):
             self._deliver(outputs)
-        return self._spent_s
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """What the executor does, without the forward."""
-        with self._timed("input"):
-            self._rows.apply(plan)
-            step = build_step(self._rows, plan, self._layouts)
-            batch = self._rows.sample_batch(step.row_to_sequence)
-        count = len(batch.positions)
-        samples = Samples(self._tokens.integers(0, self._vocab_size, count), np.ones(count, np.bool_), {})
-        with self._timed("result"):
-            self._rows.append(step.row_to_sequence, samples.token_ids)
-            return StepResult(plan.step_id, results_of(step, samples))
+        return self._host.spent_s
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -132,12 +106,6 @@ class StepLoop:
 
     def _take(self, delta: TextDelta) -> None:
         self.num_delivered_tokens += len(delta.token_ids)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start_s = time.thread_time()
-        yield
-        self._spent_s[part] = time.thread_time() - start_s
 
 
 def measure(num_sequences: int, num_steps: int) -> Report:

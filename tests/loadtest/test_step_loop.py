@@ -32,3 +32,9 @@ def test_the_command_prints_a_line_for_each_number_of_sequences(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["num_sequences"] for line in lines] == [2, 5]
     assert all(line["step"] > 0 for line in lines)
+
+
+def test_a_steps_host_work_grows_no_faster_than_its_sequences() -> None:
+    """Twice as fast is let pass, for noise: what grows by the square would grow 16 times."""
+    few, many = step_loop.measure(250, num_steps=20), step_loop.measure(1000, num_steps=20)
+    assert many.step <= 2 * 4 * few.step

@@ -1,0 +1,178 @@
+"""`loadtest/simulate.py`, on a card whose every step takes one second: reports can be told by hand."""
+
+import itertools
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import simulate
+from octavo.config import EngineConfig
+from octavo.protocol import StepPlan
+from roofline import CARDS, SHAPES, Card
+from simulate import Prompts, Replay, config_of, num_blocks_of, text_of
+from simulation_report import Report, Samples
+from traces import MIXED, TraceRequest, load
+
+A_SECOND_A_STEP = Card(flops_per_s=1e30, bytes_per_s=1e30, overhead_s=1.0)
+SHAPE = SHAPES["smollm2-135m"]
+
+
+def replay(
+    *trace: TraceRequest, num_blocks: int = 100, card: Card = A_SECOND_A_STEP, **config: Any
+) -> Report:
+    arguments: dict[str, Any] = {"model": "none", "max_model_len": 100, "max_num_seqs": 8, "seed": 0}
+    arguments |= {"max_num_batched_tokens": 16, **config}
+    return Replay(EngineConfig(**arguments), card, SHAPE, num_blocks).run(trace)
+
+
+def same(a: Report, b: Report) -> bool:
+    """But for the times of this machine."""
+    return replace(a, host=[]) == replace(b, host=[])
+
+
+def test_one_request_alone_by_hand() -> None:
+    report = replay(TraceRequest(0, 40, 5))
+    # Steps: 16, 32 and 40 tokens of the prompt, with which the first of 5 tokens comes; then one a step.
+    assert report.steps == 7
+    assert report.duration_s == pytest.approx(7)
+    assert report.output_tokens == 5
+    assert report.output_tokens_per_s == pytest.approx(5 / 7)
+    assert report.prompt_tokens_per_s == pytest.approx(40 / 7)
+    assert report.ttft_s == pytest.approx({"p50": 3, "p90": 3, "p99": 3})
+    assert report.itl_s == pytest.approx({"p50": 1, "p90": 1, "p99": 1})
+    assert report.kv_allocated == pytest.approx(3 / 100)  # all of the prompt's blocks from the start
+    assert report.kv_holding == pytest.approx((16 + 32 + 40 + 41 + 42 + 43 + 44) / (7 * 48))
+    assert (report.running, report.running_most, report.running_when_full) == (pytest.approx(1), 1, None)
+    assert (report.requests, report.refused, report.preemptions) == (1, 0, 0)
+
+
+def test_time_passes_by_steps_and_by_waiting_for_the_next_arrival() -> None:
+    report = replay(TraceRequest(10, 8, 2), TraceRequest(10.5, 8, 2), TraceRequest(100, 8, 1))
+    # The second arrives during the step of 10 to 11 s, runs from 11 on, and has its first token at 12.
+    assert report.duration_s == pytest.approx(101)
+    assert report.steps == 4
+    assert report.ttft_s["p99"] == pytest.approx(1.5)
+    assert report.ttft_s["p50"] == pytest.approx(1)
+    assert report.running == pytest.approx((1 + 2 + 1 + 1) / 4)
+
+
+def test_a_full_house_lets_others_wait() -> None:
+    report = replay(*[TraceRequest(0, 4, 3)] * 6, max_num_seqs=2)
+    assert report.steps == 9
+    assert report.running_most == 2
+    assert report.running_when_full == pytest.approx(2)
+    assert report.ttft_s == pytest.approx({"p50": 4, "p90": 7, "p99": 7})
+
+
+def test_equal_prefixes_are_found_in_the_cache() -> None:
+    trace = [TraceRequest(second, 40, 1, prefix=7, prefix_tokens=32) for second in (0, 50)]
+    report = replay(*trace)
+    assert report.prefix_hit_rate == pytest.approx(32 / 80)
+    assert report.ttft_s == pytest.approx({"p50": 1, "p90": 3, "p99": 3})
+    assert replay(*trace, enable_prefix_caching=False).prefix_hit_rate == 0
+    others = [replace(request, prefix=number) for number, request in enumerate(trace)]
+    assert replay(*others).prefix_hit_rate == 0
+
+
+def test_prompts_have_their_length_and_share_their_prefix_and_nothing_else() -> None:
+    prompts = Prompts()
+    short = prompts.make(TraceRequest(0, 20, 1, prefix=1, prefix_tokens=10))
+    long = prompts.make(TraceRequest(0, 40, 1, prefix=1, prefix_tokens=30))
+    again = prompts.make(TraceRequest(0, 40, 1, prefix=1, prefix_tokens=30))
+    alone = prompts.make(TraceRequest(0, 40, 1))
+    assert [len(prompt) for prompt in (short, long, again, alone)] == [20, 40, 40, 40]
+    assert short[:10] == long[:10]
+    assert long[:30] == again[:30]
+    assert long[30:] != again[30:]
+    assert alone[:10] != long[:10]
+
+
+def test_a_small_cache_preempts_and_loses_no_token() -> None:
+    report = replay(*[TraceRequest(0, 16, 60)] * 8, num_blocks=12)
+    assert report.preemptions > 0
+    assert report.output_tokens == 8 * 60
+    assert report.kv_allocated_most == 1
+    assert report.itl_s["p99"] > report.itl_s["p50"] == pytest.approx(1)
+
+
+def test_what_is_too_long_is_refused_and_what_would_be_is_cut() -> None:
+    report = replay(TraceRequest(0, 100, 1), TraceRequest(0, 90, 50))
+    assert (report.requests, report.refused, report.output_tokens) == (2, 1, 10)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds 6 blocks of 16 tokens, less than one sequence of 100 tokens"):
+        replay(TraceRequest(0, 1, 1), num_blocks=6)
+
+
+def test_a_trace_gives_the_same_report_each_time_and_every_step_its_host_time() -> None:
+    trace = load(MIXED)[:100]
+    card = CARDS["h100"]
+    settings: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "num_blocks": 2000}
+    plans: list[StepPlan] = []
+    arguments = EngineConfig("none", max_model_len=2048, max_num_seqs=8, seed=0)
+    first = Replay(arguments, card, SHAPE, 2000, on_step=plans.append).run(trace)
+    assert same(first, replay(*trace, card=card, **settings))
+    assert first.output_tokens == sum(request.output_tokens for request in trace)
+    assert len(plans) == first.steps == sum(band.steps for band in first.host)
+    sizes = [len(plan.slices) for plan in plans]
+    assert first.host[-1].most_sequences == max(sizes) == first.running_most
+    assert [band.least_sequences for band in first.host] == [1, 2, 4, 8]
+    for band in first.host:
+        assert 0 < band.median_ms <= band.p99_ms
+        assert sum(band.parts_ms.values()) > 0
+    assert "host time of a step on this machine" in text_of(first)
+
+
+def test_samples_count_each_number_as_often_as_it_came() -> None:
+    samples = Samples()
+    assert samples.quantile(0.5) == 0
+    values = [5.0] * 90 + [7.0] * 9 + [9.0]
+    for value, group in itertools.groupby(reversed(values)):
+        samples.add(value, len(list(group)))
+    assert [samples.quantile(share) for share in (0.5, 0.9, 0.91, 0.99, 1)] == [5, 5, 7, 7, 9]
+
+
+def test_the_cache_is_as_large_as_the_configuration_or_the_card_has_it() -> None:
+    shape = SHAPES["llama-8b"]
+    block_bytes = 16 * 2 * 32 * 8 * 128 * 2
+    sized = config_of('{"kv_cache_memory_bytes": 20971530}')
+    assert num_blocks_of(sized, A_SECOND_A_STEP, shape) == 20971530 // block_bytes == 10
+    left_bytes = 0.5 * 80e9 - shape.weight_bytes
+    half = config_of('{"gpu_memory_utilization": 0.5}')
+    assert num_blocks_of(half, CARDS["h100"], shape) == int(left_bytes / block_bytes)
+    with pytest.raises(ValueError, match="no 'memory_bytes'; set kv_cache_memory_bytes"):
+        num_blocks_of(half, A_SECOND_A_STEP, shape)
+
+
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["simulate", "--limit", "10", *arguments])
+        simulate.main()
+        return capsys.readouterr().out
+
+    report = json.loads(run("--json", "--speed", "1000"))
+    assert report["requests"] == 10
+    assert report["running_most"] == 10
+    assert set(report) == set(asdict(replay(TraceRequest(0, 1, 1))))
+    file = tmp_path / "model.json"
+    file.write_text('{"model": "somewhere", "num_gpu_blocks_override": 16, "max_model_len": 250}')
+    refused = sum(request.prompt_tokens > 249 for request in load(MIXED)[:10])
+    shown = run("--engine", str(file), "--model", "smollm2-135m", "--card", "l4")
+    assert f"10 requests ({refused} refused)" in shown
+    for wrong, message in {
+        ("--card", "abacus"): "'abacus' is neither a file nor one of",
+        ("--engine", '{"kv_cache_memory_bytes": 10000000}'): "holds 4 blocks of 16 tokens, less than one",
+        ("--engine", '{"max_num_seq": 8}'): "unknown engine argument 'max_num_seq'",
+        ("--engine", "[]"): "[]",
+        ("--engine", '{"block_size": 0}'): "'block_size' is 0",
+        ("--trace", "nowhere.jsonl"): "nowhere.jsonl",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(*wrong)
+        assert message in capsys.readouterr().err
