@@ -1,5 +1,7 @@
 # make serve    the model repository in a Triton server, on this machine
 # make test     the whole suite;  make lint types format: what it should also pass
+# make fuzz     10,000 wild requests against what reads them, 500 against a server
+# make soak     a long unfriendly load on a server, and what it leaves behind
 # make bench-peers    Octavo against vLLM, Transformers and llama.cpp
 #
 # Everything is installed into .venv, from pinned versions. A second call installs nothing.
@@ -7,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test bench-peers lint types format clean
+.PHONY: help install install-dev serve test soak fuzz bench-peers lint types format clean
 
 PYTHON ?=
 PIP_ARGS ?=
@@ -17,6 +19,10 @@ METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_MINUTES ?= 5
+SOAK_ARGS ?=
+FUZZ_EXAMPLES ?= 10000
+FUZZ_REQUESTS ?= 500
 BENCH_ARGS ?=
 
 # Taken without its own dependencies, which build a C++ program: only the model file inside is wanted.
@@ -32,6 +38,8 @@ help:
 	@echo "make serve   [HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002 MODEL_REPOSITORY=model_repository]"
 	@echo "             [SERVE_ARGS='--host 0.0.0.0'], all of them: $(BIN)/octavo serve --help"
 	@echo "make test    [PYTEST_ARGS='-k name']"
+	@echo "make soak    [SOAK_MINUTES=5] [SOAK_ARGS='--seed 7 --requests 20000 --json FILE']"
+	@echo "make fuzz    [FUZZ_EXAMPLES=10000 FUZZ_REQUESTS=500]"
 	@echo "make bench-peers [BENCH_ARGS='--only batch --peers octavo,vllm --json FILE']; it first installs the"
 	@echo "             peers into build/peers: 3 GB, and some ten minutes of compiling llama.cpp"
 	@echo "make lint, make types, make format, make clean"
@@ -44,6 +52,13 @@ serve: .venv/.installed
 
 test: .venv/.installed-dev
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: .venv/.installed-dev
+	@OCTAVO_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OCTAVO_FUZZ_REQUESTS=$(FUZZ_REQUESTS) \
+		$(BIN)/python -m pytest --timeout 3600 tests/serving/test_fuzz.py tests/e2e/test_fuzz.py
+
+soak: .venv/.installed-dev
+	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
 
 bench-peers: .venv/.installed-dev build/peers/vllm/.installed build/peers/llama/.installed
 	@$(BIN)/python loadtest/peers.py $(BENCH_ARGS)

@@ -207,6 +207,25 @@ def children(pid: int) -> Iterator[Path]:
             yield path
 
 
+def test_serve_says_once_that_a_models_process_was_killed(tmp_path: Path) -> None:
+    repository = make_toy_repository(tmp_path / "repository")
+    with serving(repository, tmp_path / "cache") as process:
+        read_until(process, "curl ")
+        server = next(int(path.name) for path in children(process.pid))
+        model = next(int(path.name) for path in children(server))
+        os.kill(model, signal.SIGKILL)
+        said = read_until(process, "error: ")[-1]
+        assert said.startswith(
+            f"error: the process of model 'toy' (instance toy_0_0, process {model}) was killed by SIGKILL"
+        )
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
+    assert "was killed by SIGKILL" not in rest
+    assert processes_that_mention(str(repository)) == []
+    assert shared_memory_of(process) == []
+
+
 def test_serve_shows_the_log_and_passes_options_on(tmp_path: Path) -> None:
     repository = make_toy_repository(tmp_path / "repository")
     with serving(repository, tmp_path / "cache", "--show-log", "--", "--id=mine") as process:

@@ -96,7 +96,9 @@ def test_many_that_leave_at_once_leave_nothing_behind(llm: RunningServer) -> Non
     streams = [GrpcStream(llm) for _ in range(40)]
     for stream in streams:
         stream.send(text_input=PROMPT, stream=True, sampling_parameters=endless())
-    streams[0].next()
+    # Whichever came first: the server may take any of them to be the first, and eight have no seat. Without
+    # this the zeros below may be those of before.
+    wait_for_metric(llm, SEATS, RUNNING)
     for stream in streams:
         stream.cancel()
     wait_idle(llm)

@@ -270,3 +270,31 @@ def test_a_missing_compiler_and_a_wrong_python_are_refused(
     monkeypatch.setattr(preflight, "python_problem", lambda: "this is Python 3.13")
     with pytest.raises(LaunchError, match=r"this is Python 3\.13"):
         launcher.check(options_for(repository))
+
+
+def test_too_little_shared_memory_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    repository = make_toy_repository(tmp_path / "repository")
+    make_toy_repository(repository, name="second")
+    small = os.statvfs_result((4096, 4096, 4096, 2048, 2048, 0, 0, 0, 0, 255))  # 8 MiB free
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda folder: small)
+        with pytest.raises(LaunchError) as caught:
+            launcher.check(options_for(repository))
+        launcher.check(
+            options_for(
+                repository, extra_arguments=("--backend-config=python,shm-default-byte-size=1048576",)
+            )
+        )
+    assert str(caught.value) == (
+        "/dev/shm has 8.0 MiB free, and the models need 32.0 MiB of shared memory there to start with "
+        "(2 x 16): make it larger (docker run --shm-size=1g; Kubernetes: an emptyDir of medium Memory; else "
+        "`mount -o remount,size=1g /dev/shm`), or start with less: octavo serve ... -- "
+        "--backend-config=python,shm-default-byte-size=1048576"
+    )
+    monkeypatch.setattr(launcher, "SHARED_MEMORY", tmp_path / "absent")
+    with pytest.raises(
+        LaunchError, match="absent cannot be used: No such file or directory; the server talks"
+    ):
+        launcher.check(options_for(repository))

@@ -1,16 +1,23 @@
-"""A model's process whose main thread hangs still ends when its server is gone."""
+"""A model's process ends when its server is gone, whatever its threads do, and so does what watches it."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from octavo.serving.parent_watch import ParentWatch
+from processes import children
+
+# Waits in C code that keeps Python's lock, as a metric that is written to a dead server does.
+_KEEPS_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(600)"
 _CHILD = """
 import time
 from octavo.serving.parent_watch import ParentWatch
 ParentWatch().start()
 print("watching", flush=True)
-time.sleep(600)
 """
 _PARENT = """
 import subprocess, sys
@@ -21,19 +28,33 @@ sys.stdin.read()
 """
 
 
-def test_the_process_ends_when_its_parent_is_gone() -> None:
+@pytest.mark.parametrize("hangs", ["time.sleep(600)", _KEEPS_THE_LOCK], ids=["sleeps", "keeps the lock"])
+def test_the_process_ends_when_its_parent_is_gone(hangs: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _PARENT, _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", _PARENT, _CHILD + hangs], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
-        child = Path(f"/proc/{int(parent.stdout.readline())}")
+        pid = int(parent.stdout.readline())
+        child = Path(f"/proc/{pid}")
         time.sleep(1.5)  # longer than it looks away
-        assert child.exists()
+        (watcher,) = children(pid)
+        assert _runs(child)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while _runs(child):
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.1)
+    for process in (child, Path(f"/proc/{watcher}")):
+        deadline = time.monotonic() + 30
+        while _runs(process):
+            assert time.monotonic() < deadline, "it is still there"
+            time.sleep(0.1)
+
+
+def test_a_watch_that_is_closed_leaves_no_process() -> None:
+    pid = os.getpid()
+    before = children(pid)
+    watch = ParentWatch()
+    watch.start()
+    assert len(children(pid)) == len(before) + 1
+    watch.close()
+    assert children(pid) == before
 
 
 def _runs(process: Path) -> bool:

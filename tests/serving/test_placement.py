@@ -33,6 +33,20 @@ def test_numbers_are_places_in_the_servers_own_mask() -> None:
         ConfigError, match="on GPU 2, but CUDA_VISIBLE_DEVICES is '2,5', which shows 2 of them"
     ):
         placed("GPU", 2, mask="2,5")
+    assert placed("GPU", 1, mask="MIG-a/0/1,GPU-b") == Placement("cuda", "GPU-b")
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"), [("", 0), ("-1", 0), ("NoDevFiles", 0), ("2,-1,5", 1), ("2,,5", 1), (" 2 , 5 ", 2)]
+)
+def test_a_mask_ends_at_what_is_no_gpu(mask: str, seen: int) -> None:
+    """As it does for CUDA, so that no instance is put on a GPU that the server was not to touch."""
+    if seen:
+        assert placed("GPU", seen - 1, mask=mask).visible_devices == ("2", "5")[seen - 1]
+    with pytest.raises(ConfigError, match=f"GPU {seen}, but .* which shows {seen} of them"):
+        placed("GPU", seen, mask=mask)
+    assert placed("CPU", mask=mask) == Placement("cpu")
+    assert placed("MODEL", mask=mask) == Placement()
 
 
 def test_a_model_instance_is_left_alone_unless_a_gpu_is_named() -> None:

@@ -148,6 +148,8 @@ def _watch_run(running: RunningServer, progress: "_Progress", show_log: bool) ->
             progress.say(line.raw)
         elif line.level in ("W", "E", "F"):
             progress.say(f"{'warning' if line.level == 'W' else 'error'}: {line.text}")
+    for what in running.deaths():
+        progress.say(f"error: {what}")
 
 
 def _how_to_use(options: LaunchOptions, seconds: float) -> list[str]:

@@ -5,9 +5,9 @@ memory that a killed server leaves behind. `installation` says which server that
 shows progress, and by the end-to-end tests.
 """
 
-import contextlib
 import errno
 import os
+import re
 import secrets
 import signal
 import socket
@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from octavo.errors import LaunchError
 from octavo.serving import installation, preflight
+from octavo.serving.model_processes import DeathWatch
 from octavo.serving.model_settings import SHUTDOWN_TIMEOUT_VARIABLE
 from octavo.serving.server_log import ServerLog
 
@@ -31,9 +32,9 @@ _MODEL_SHARE = 2 / 3  # of the exit timeout is a model's for its requests; the r
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is in between
 _STUB_TIMEOUT_S = 1800  # a model of many GiB takes its time to load
 _SHM_BYTES = 16 << 20  # at first, and to grow by: the server's 1 MiB is outgrown by the first few requests
+_REGION_OPTION = re.compile(r"--backend-config=python,shm-default-byte-size=(\d+)")
 _KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
 _LOADING_GRACE_S = 2.0  # a server that still loads has nothing in flight, and does not listen
-_DEAD_STUB_S = 3.0  # the server notices most deaths by itself within a second
 
 # Becomes the server, which then ends with us however we end. In a program of its own since code that runs
 # between fork and exec (`preexec_fn`) can deadlock in a process that has threads. 1 is PR_SET_PDEATHSIG.
@@ -73,6 +74,9 @@ def check(options: LaunchOptions) -> None:
     for name in options.backend_names:
         if name == "python" or not name.isidentifier():
             raise LaunchError(f"Octavo cannot be offered as the backend '{name}'; try --as vllm")
+    problem = preflight.shared_memory_problem(len(models), _region_bytes(options), SHARED_MEMORY)
+    if problem:
+        raise LaunchError(problem)
     _check_ports(options)
 
 
@@ -123,6 +127,7 @@ class RunningServer:
         self.process = process
         self.log_path = log_path
         self.log = ServerLog(log_path)
+        self._death_watch = DeathWatch(process.pid)
         host = "127.0.0.1" if options.host == "0.0.0.0" else options.host
         self.http = f"{host}:{options.http_port}"
         self.grpc = f"{host}:{options.grpc_port}"
@@ -177,22 +182,23 @@ class RunningServer:
         Raises `LaunchError` with the reason from the server's log when it ends, hangs, or is too slow.
         """
         started = time.monotonic()
-        dead_stubs: dict[int, float] = {}
         while not self.is_ready():
             if self.process.poll() is not None:
                 raise LaunchError(self.failure())
-            now = time.monotonic()
-            dead_stubs = {pid: dead_stubs.get(pid, now) for pid in _zombies(self.process.pid)}
-            if any(now - since > _DEAD_STUB_S for since in dead_stubs.values()):
+            if self._death_watch.deaths():  # which the server may not notice for half an hour
                 raise LaunchError(
                     self.log.failure() or f"a model's process died while loading{self._see_log()}"
                 )
-            if timeout_s is not None and now - started > timeout_s:
+            if timeout_s is not None and time.monotonic() - started > timeout_s:
                 raise LaunchError(f"the server was not ready after {timeout_s:.0f} s{self._see_log()}")
             if while_waiting is not None:
                 while_waiting()
             time.sleep(_POLL_S)
         self._was_ready = True
+
+    def deaths(self) -> list[str]:
+        """What to tell the operator of each model's process that died since the last call."""
+        return [death.explain(self.http) for death in self._death_watch.deaths()]
 
     def failure(self) -> str:
         """Why a server that ended did so, in one line."""
@@ -240,16 +246,10 @@ def _kill_group(group: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _zombies(group: int) -> Iterator[int]:
-    """Ended processes of a group that its leader has not waited for.
-
-    While it reads a model's configuration the server waits for a stub that died until the stub's timeout.
-    """
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # a process that ended since it was listed
-            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
-            if state == "Z" and int(process_group) == group and path.parent.name != str(group):
-                yield int(path.parent.name)
+def _region_bytes(options: LaunchOptions) -> int:
+    """What each model instance takes of shared memory to start with; the last option given holds."""
+    sizes = [_REGION_OPTION.fullmatch(argument) for argument in options.extra_arguments]
+    return next((int(match[1]) for match in reversed(sizes) if match), _SHM_BYTES)
 
 
 def _check_ports(options: LaunchOptions) -> None:

@@ -4,6 +4,7 @@ Used by `tritonserver` before anything of torch is imported: a GPU is chosen by 
 process, which CUDA reads once. Also used by `check`, which only says what would be chosen.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +60,16 @@ def _unmasked(device_id: int, environ: Mapping[str, str]) -> str:
     mask = environ.get(VISIBLE_DEVICES)
     if mask is None:
         return str(device_id)
-    seen = [name.strip() for name in mask.split(",") if name.strip()]
+    names = (name.strip() for name in mask.split(","))
+    seen = list(itertools.takewhile(_is_shown, names))
     if device_id >= len(seen):
         raise ConfigError(
             f"the instance is to run on GPU {device_id}, but {VISIBLE_DEVICES} is {mask!r}, which shows "
             f"{len(seen)} of them"
         )
     return seen[device_id]
+
+
+def _is_shown(name: str) -> bool:
+    """CUDA hides what comes after a name that stands for no GPU, such as -1."""
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))

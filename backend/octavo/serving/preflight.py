@@ -1,13 +1,15 @@
-"""What this machine must have before anything else: a Python that the server can embed, and a C compiler.
+"""What this machine must have before anything else: a Python that the server can embed, a C compiler, and
+room in shared memory.
 
-Owns those checks and their wording. Called by `launcher` at every start, and by the Makefile before it
-installs anything: `python backend/octavo/serving/preflight.py`. It therefore imports the standard library
-only, and nothing of ours. Each check returns None, or the one line to show.
+Owns those checks and their wording. Called by `launcher` at every start, and but for the last one by the
+Makefile before it installs anything: `python backend/octavo/serving/preflight.py`. It therefore imports the
+standard library only, and nothing of ours. Each check returns None, or the one line to show.
 """
 
 from __future__ import annotations  # so that an old Python gets as far as its error line
 
 import ctypes
+import os
 import shutil
 import sys
 import sysconfig
@@ -60,6 +62,27 @@ def compiler_problem(search_path: str | None = None) -> str | None:
     return (
         "no C compiler: none of cc, gcc and clang is on PATH, and the CPU kernels are built with it; "
         "install one (Debian and Ubuntu: `apt install gcc libc6-dev`)"
+    )
+
+
+def shared_memory_problem(num_models: int, region_bytes: int, folder: Path) -> str | None:
+    """Each model instance begins with a region of so many bytes in `folder`, /dev/shm, and may need more."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return (
+            f"{folder} cannot be used: {error.strerror}; the server talks to its models through shared "
+            "memory there, so mount a tmpfs on it"
+        )
+    free_bytes, needed_bytes = found.f_bavail * found.f_frsize, num_models * region_bytes
+    if free_bytes >= needed_bytes:
+        return None
+    return (
+        f"{folder} has {free_bytes / 2**20:.1f} MiB free, and the models need {needed_bytes / 2**20:.1f} MiB "
+        f"of shared memory there to start with ({num_models} x {region_bytes / 2**20:g}): make it larger "
+        "(docker run --shm-size=1g; Kubernetes: an emptyDir of medium Memory; else `mount -o remount,size=1g "
+        f"{folder}`), or start with less: octavo serve ... -- "
+        f"--backend-config=python,shm-default-byte-size={1 << 20}"
     )
 
 
