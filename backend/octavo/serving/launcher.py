@@ -195,6 +195,7 @@ class RunningServer:
                 while_waiting()
             time.sleep(_POLL_S)
         self._was_ready = True
+        self._death_watch.look()  # so that a process that dies at once is told of by name
 
     def deaths(self) -> list[str]:
         """What to tell the operator of each model's process that died since the last call."""

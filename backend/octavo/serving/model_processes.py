@@ -76,18 +76,24 @@ class DeathWatch:
         self._since_s: dict[int, float] = {}
         self._told: set[int] = set()
 
-    def deaths(self) -> list[DeadProcess]:
-        """Those that were not told of before."""
-        now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return []
-        self._next_look_s = now_s + self._look_s
+    def look(self) -> set[int]:
+        """Learns the names of the processes that live, and returns those that are dead. Once they are there,
+        a call sees to it that none dies nameless."""
         dead = set()
         for pid, state in _children(self._server):
             if state == "Z":
                 dead.add(pid)
             else:
                 self._names[pid] = _instance(pid)
+        return dead
+
+    def deaths(self) -> list[DeadProcess]:
+        """Those that were not told of before."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return []
+        self._next_look_s = now_s + self._look_s
+        dead = self.look()
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid in dead}
         self._told &= dead  # an id may be used again
         due = [pid for pid, since_s in self._since_s.items() if now_s - since_s >= self._dead_s]
