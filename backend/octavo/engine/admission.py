@@ -5,11 +5,17 @@ compute what the two have in common: requests with one prefix that come together
 one is enough. That lasts a step, since whoever runs gets all that it has to compute before others may start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from octavo.engine.block_manager import Allocation, BlockManager
 from octavo.engine.sequence import Sequence
 from octavo.engine.waiting_line import WaitingLine
+
+
+def seats(sequences: Iterable[Sequence]) -> int:
+    """How many of `max_num_seqs` they take: a sequence also those of the children that will fork off it, so
+    that a fork always succeeds."""
+    return sum(1 + len(seq.children) for seq in sequences)
 
 
 class Admission:
@@ -46,14 +52,13 @@ class Admission:
             self._line.put_back(seq)
 
     def take(
-        self, running: list[Sequence], most_tokens: int | None = None, most_sequences: int | None = None
+        self, seats_taken: int, most_tokens: int | None = None, most_sequences: int | None = None
     ) -> Sequence | None:
         """The head of the line if its team has seats and blocks, removed from the line; else None.
 
-        A sequence takes seats for the children that will fork off it, so that a fork always succeeds.
-        One with more than `most_tokens` stays in line (for when it cannot be computed in chunks; beams that
-        resume together can always be, since together they may have more tokens than any step). So does a team
-        of more than `most_sequences`.
+        `seats_taken` are those of all that run. One with more than `most_tokens` stays in line (for when it
+        cannot be computed in chunks; beams that resume together can always be, since together they may have
+        more tokens than any step). So does a team of more than `most_sequences`.
         """
         head = self._head()
         if head is None:
@@ -63,11 +68,10 @@ class Admission:
             return None
         if most_sequences is not None and len(team) > most_sequences:
             return None
-        seats = sum(1 + len(seq.children) for seq in (*running, *team))
-        if seats > self._max_num_seqs:
+        if seats_taken + seats(team) > self._max_num_seqs:
             return None
         # With nobody running there is nobody to keep a reserve for.
-        reserve = self._reserve if running else 0
+        reserve = self._reserve if seats_taken else 0
         reserve += sum(map(self._blocks.num_missing_blocks, team[1:]))
         if self._blocks.can_allocate(head, reserve) is not Allocation.NOW:
             return None

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
-from octavo.engine.admission import Admission
+from octavo.engine.admission import Admission, seats
 from octavo.engine.beam_search import BeamGroup
 from octavo.engine.block_manager import Appended, BlockManager
 from octavo.engine.draft import Draft
@@ -182,8 +182,8 @@ class Scheduler:
         """Raises `AssertionError` when an invariant of the scheduler or of its blocks does not hold."""
         self._blocks.check_integrity(self._live.values())
         assert self._running == sorted(self._running, key=self._order)
-        seats = sum(1 + len(seq.children) for seq in self._running)
-        assert seats <= self._max_num_seqs, f"{seats} seats taken"
+        taken = seats(self._running)
+        assert taken <= self._max_num_seqs, f"{taken} seats taken"
         running = {seq.id for seq in self._running}
         for seq in self._live.values():
             assert bool(seq.block_table) == (seq.id in running), f"sequence {seq.id}: blocks, but not running"
@@ -229,13 +229,15 @@ class Scheduler:
 
     def _admit_waiting(self, draft: Draft) -> None:
         self._admission.open()
+        # Children born in this step hold the seats that their parent kept for them.
+        seats_taken = seats(self._running) + seats(draft.born)
         while draft.budget > 0 and len(self._admission):
-            # Children born in this step hold the seats that their parent kept for them.
             most_tokens = None if self._chunked else draft.budget
-            head = self._admission.take(self._running + draft.born, most_tokens, draft.budget)
+            head = self._admission.take(seats_taken, most_tokens, draft.budget)
             if head is None:
                 return
             team = head.team
+            seats_taken += seats(team)
             draft.budget -= len(team)
             for seq in team:
                 self._admit(draft, seq)
