@@ -90,6 +90,7 @@ class FusedLayers:
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self._layers = layers  # whose tensors the structures point into
         self._structures = (_Layer * len(layers))(*map(_layer, layers))
+        self._caches: Sequence[Cache] | None = None  # that the structures point to: the same in every step
         self._wide = max(max(layer.qkv.out_features, layer.gate_up.out_features) for layer in layers)
         self._narrow = max(max(layer.output.in_features, layer.down.in_features) for layer in layers)
 
@@ -105,16 +106,15 @@ class FusedLayers:
     def run(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[Cache], batches: Sequence[Batch]
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` [T, H], which is overwritten; `cos`, `sin` as for `ops.rope`; a cache for each layer, a
-        batch for each group. Stores K and V; returns the two summands of the last layer's output, [T, H]."""
+        """`hidden` [T, H], which is overwritten; `cos`, `sin` as for `ops.rope`; a cache for each layer, in a
+        sequence that never changes; a batch for each group. Stores K and V; returns the two summands of the
+        last layer's output, [T, H]."""
         residual, (num_tokens, size) = hidden, hidden.shape
         hidden, norm = torch.empty_like(residual), torch.empty_like(residual)
         wide = residual.new_empty((num_tokens, self._wide))
         narrow = residual.new_empty((num_tokens, self._narrow))
-        for structure, cache in zip(self._structures, caches, strict=True):
-            structure.k_cache, structure.v_cache = cache.k.data_ptr(), cache.v.data_ptr()
-            structure.block_size = kv_format.block_size(cache.k, structure.head_size)
-            structure.cache_type = cache_type(cache.k, residual.dtype)
+        if caches is not self._caches:
+            self._bind(caches, residual.dtype)
         state = _State(
             *(x.data_ptr() for x in (hidden, residual, norm, wide, narrow, cos, sin)),
             *(num_tokens, size, TYPES[residual.dtype], num_threads()),
@@ -128,6 +128,13 @@ class FusedLayers:
         if failed:
             raise MemoryError(f"no memory for what {num_tokens} tokens need beside their activations")
         return hidden, residual
+
+    def _bind(self, caches: Sequence[Cache], dtype: torch.dtype) -> None:
+        for structure, cache in zip(self._structures, caches, strict=True):
+            structure.k_cache, structure.v_cache = cache.k.data_ptr(), cache.v.data_ptr()
+            structure.block_size = kv_format.block_size(cache.k, structure.head_size)
+            structure.cache_type = cache_type(cache.k, dtype)
+        self._caches = caches
 
 
 def takes(layer: FusedLayer) -> bool:
