@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import InvalidArgument
@@ -134,6 +133,11 @@ class Cancel:
     request_id: str
 
 
+def num_bytes(array: NDArray[Any]) -> int:
+    """What a tensor holds; texts are objects in its array."""
+    return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes
+
+
 def check_sizes(inputs: Tensors, parameters: str = "") -> int:
     """The request's size in bytes. Raises `InvalidArgument` when an input is larger than its limit."""
     total = len(parameters)
@@ -143,7 +147,7 @@ def check_sizes(inputs: Tensors, parameters: str = "") -> int:
         spec = _INPUTS.get(name)
         if spec is None:
             raise InvalidArgument(f"unknown input {name[:80]!r}; known: {', '.join(_INPUTS)}")
-        size = sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+        size = num_bytes(array)
         if size > spec.max_bytes:
             raise InvalidArgument(f"'{name}' has {size} bytes; allowed: {spec.max_bytes}")
         total += size

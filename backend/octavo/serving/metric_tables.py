@@ -103,31 +103,26 @@ GAUGES: tuple[Series[Snapshot], ...] = (
 )
 
 
+def _count(
+    name: str, help: str, counts: Callable[[Snapshot], Mapping[str, int]], label: str, value: str
+) -> Series[Snapshot]:
+    """One of `counts`, which are by the values of the label."""
+    return Series(name, help, lambda now: counts(now).get(value, 0), {label: value})
+
+
 def _finished(name: str, reason: str) -> Series[Snapshot]:
-    return Series(
-        name,
-        "Requests that ended after the engine had them, by how.",
-        lambda now: now.engine.requests_finished.get(reason, 0),
-        {"finished_reason": reason},
-    )
+    help = "Requests that ended after the engine had them, by how."
+    return _count(name, help, lambda now: now.engine.requests_finished, "finished_reason", reason)
 
 
 def _refused(code: str) -> Series[Snapshot]:
-    return Series(
-        "octavo:refused_requests_total",
-        "Requests that were answered with an error before the engine had them, by its code.",
-        lambda now: now.refused.get(code, 0),
-        {"code": code},
-    )
+    help = "Requests that were answered with an error before the engine had them, by its code."
+    return _count("octavo:refused_requests_total", help, lambda now: now.refused, "code", code)
 
 
 def _failed(code: str) -> Series[Snapshot]:
-    return Series(
-        "octavo:failed_requests_total",
-        "Requests that the engine had and that were answered with an error, by its code.",
-        lambda now: now.failed.get(code, 0),
-        {"code": code},
-    )
+    help = "Requests that the engine had and that were answered with an error, by its code."
+    return _count("octavo:failed_requests_total", help, lambda now: now.failed, "code", code)
 
 
 _REASONS = ("stop", "length", "abort", "error")

@@ -48,11 +48,11 @@ class Settings:
         """Raises `ConfigError` that names a parameter, its value and what is allowed."""
         return cls(
             shutdown_timeout_s=_shutdown_timeout_s(parameters, environ),
-            coalesce_responses=_coalesce_responses(parameters),
+            coalesce_responses=_choice(parameters, "coalesce_responses", _COALESCE, "true") == "true",
             report_metrics=_switch(parameters, "REPORT_CUSTOM_METRICS", default=True),
             check_health=_switch(parameters, "ENABLE_VLLM_HEALTH_CHECK", default=False),
             gpu_ids=_gpu_ids(parameters),
-            log_requests=_log_requests(parameters),
+            log_requests=_choice(parameters, "request_log", _LOG, "off") == "json",
         )
 
 
@@ -112,24 +112,22 @@ def _switch(parameters: Mapping[str, str], name: str, default: bool) -> bool:
     return value.lower() in _YES if value else default
 
 
-def _coalesce_responses(parameters: Mapping[str, str]) -> bool:
-    value = parameters.get("coalesce_responses") or "true"
-    if value not in ("true", "false"):
-        raise ConfigError(
-            f"parameter 'coalesce_responses' is {value!r}; allowed: 'true' (what waits for a stream while "
-            "the sender is behind becomes one response) and 'false' (every delta is a response of its own)"
-        )
-    return value == "true"
+_COALESCE = {
+    "true": "'true' (what waits for a stream while the sender is behind becomes one response)",
+    "false": "'false' (every delta is a response of its own)",
+}
+_LOG = {
+    "json": "'json' (a line of JSON when a request is accepted, and one when it has ended)",
+    "off": "'off'",
+}
 
 
-def _log_requests(parameters: Mapping[str, str]) -> bool:
-    value = parameters.get("request_log") or "off"
-    if value not in ("json", "off"):
-        raise ConfigError(
-            f"parameter 'request_log' is {value!r}; allowed: 'json' (a line of JSON when a request is "
-            "accepted, and one when it has ended) and 'off'"
-        )
-    return value == "json"
+def _choice(parameters: Mapping[str, str], name: str, meanings: Mapping[str, str], default: str) -> str:
+    """One of the values of `meanings`, which says each of them and what it does."""
+    value = parameters.get(name) or default
+    if value not in meanings:
+        raise ConfigError(f"parameter '{name}' is {value!r}; allowed: {' and '.join(meanings.values())}")
+    return value
 
 
 def _shutdown_timeout_s(parameters: Mapping[str, str], environ: Mapping[str, str]) -> float:

@@ -205,7 +205,7 @@ class _Channel:
         response = pb_utils.InferenceResponse(outputs)
         if not final:
             request.sender.send(response)
-        elif _num_bytes(tensors) <= _SMALL_RESPONSE_BYTES:
+        elif sum(map(codec.num_bytes, tensors.values())) <= _SMALL_RESPONSE_BYTES:
             request.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         else:
             # One that does not fit in shared memory fails, but closes the sender when it is the final one:
@@ -226,13 +226,6 @@ class _Channel:
     def log(self, what: str, request: OpenRequest) -> None:
         """In the words that operators of Triton's vLLM backend search for, when served as that."""
         log.info("[%s] %s %s", self._name, what, request)
-
-
-def _num_bytes(tensors: Tensors) -> int:
-    """Of what a response holds; texts are objects in their arrays."""
-    return sum(
-        sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes for array in tensors.values()
-    )
 
 
 class _TritonLog(logging.Handler):
