@@ -30,7 +30,7 @@ from octavo.config import EngineConfig, resolve
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, PromptTooLong
-from octavo.protocol import StepPlan, StepResult
+from octavo.protocol import StepPlan
 from octavo.request import Request, SamplingParams
 from octavo.serving.quiet_collector import QuietCollector
 from roofline import Card, ModelShape, named, step_s, work_of
@@ -39,28 +39,6 @@ from traces import MIXED, TraceError, TraceRequest, read
 
 VOCAB_SIZE = 32_000
 MAX_MODEL_LEN = 8192  # where the engine's arguments do not say
-
-
-class RooflineExecutor:
-    """Implements `Executor`. What a step would have taken is its result's `forward_s`."""
-
-    def __init__(self, card: Card, shape: ModelShape, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.host = HostWork(VOCAB_SIZE, shape.num_kv_heads, block_size)
-        self._card, self._shape = card, shape
-        self._submitted: StepPlan | None = None
-
-    def submit(self, plan: StepPlan) -> None:
-        assert self._submitted is None, "a step is in flight already"
-        self._submitted = plan
-
-    def collect(self) -> StepResult:
-        plan, self._submitted = self._submitted, None
-        assert plan is not None, "no step was submitted"
-        return replace(self.host.execute(plan), forward_s=step_s(self._card, work_of(plan, self._shape)))
-
-    def close(self) -> None:
-        pass
 
 
 class Prompts:
@@ -109,7 +87,8 @@ class Replay:
         self.blocks = BlockManager(num_blocks, size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.blocks)
         self._on_step = on_step
-        self._executor = RooflineExecutor(card, shape, num_blocks, size)
+        self._host = HostWork(VOCAB_SIZE, shape.num_kv_heads, size)
+        self._card, self._shape = card, shape
         self._tally = Tally(num_blocks, size)
         self._prompts = Prompts()
         self._num_requests = 0
@@ -163,7 +142,7 @@ class Replay:
         self._tally.arrive(sequence.id, arrival.arrival_s)
 
     def _step(self, now_s: float) -> float:
-        host = self._executor.host
+        host = self._host
         host.begin()
         with host.timed("schedule"):
             plan = self.scheduler.schedule()
@@ -171,12 +150,12 @@ class Replay:
         if self._on_step:
             self._on_step(plan)
         used_blocks, others_wait = self.blocks.num_used_blocks, self.scheduler.num_waiting > 0
-        self._executor.submit(plan)
-        result = self._executor.collect()
+        duration_s = step_s(self._card, work_of(plan, self._shape))
+        result = replace(host.execute(plan), forward_s=duration_s)
         with host.timed("update"):
             outputs = self.scheduler.update(plan, result)
-        now_s += result.forward_s
-        self._tally.step(plan, result.forward_s, used_blocks, others_wait)
+        now_s += duration_s
+        self._tally.step(plan, duration_s, used_blocks, others_wait)
         self._tally.take(now_s, outputs)
         self._tally.host(len(plan.slices), host.spent_s)
         return now_s
