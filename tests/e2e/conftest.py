@@ -7,7 +7,7 @@ The tail of each server's log is added to the report of a test that fails.
 
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 
 from octavo.serving import installation
-from octavo.serving.launcher import LaunchOptions, RunningServer
-from ports import free_ports
-from triton_clients import make_repository
+from octavo.serving.launcher import RunningServer
+from processes import launch_options
+from triton_clients import StartServer, make_repository
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 START_TIMEOUT_S = 120.0
 _LOG_TAIL_LINES = 60
 _running = pytest.StashKey[list[RunningServer]]()
-
-StartServer = Callable[..., RunningServer]
 
 
 @pytest.fixture(scope="session")
@@ -37,14 +35,7 @@ def start_server(
     with ExitStack() as stack:
 
         def start(repository: Path, *, wait: bool = True, **options: Any) -> RunningServer:
-            http, grpc, metrics = free_ports(3)
-            chosen = LaunchOptions(
-                repository,
-                http_port=http,
-                grpc_port=grpc,
-                metrics_port=metrics,
-                **{"exit_timeout_s": 10, **options},
-            )
+            chosen = launch_options(repository, **{"exit_timeout_s": 10, **options})
             log_path = tmp_path_factory.mktemp("tritonserver") / "log"
             server = stack.enter_context(RunningServer.start(chosen, installation.find(), log_path))
             servers.append(server)

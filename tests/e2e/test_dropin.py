@@ -4,7 +4,6 @@ instances and versions, and an engine that fails and is healed."""
 import json
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import httpx
 import pytest
 
 from octavo.serving.launcher import RunningServer
-from tiny import tiny_llama
-from triton_clients import GrpcStream, Metrics, make_repository, post, wait_for_metric
+from triton_clients import GrpcStream, Metrics, StartServer, make_repository, post, wait_for_metric
 
 GREEDY = json.dumps({"temperature": 0, "max_tokens": 6, "ignore_eos": True})
 # The sample repository of that backend has these, as they are written there.
@@ -69,15 +67,6 @@ STEP = """
       } ]
     }
 """
-
-StartServer = Callable[..., RunningServer]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return str(folder)
 
 
 def add_model(repository: Path, name: str, config: str, files: dict[str, str] | None = None) -> None:

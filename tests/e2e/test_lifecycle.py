@@ -10,10 +10,10 @@ import pytest
 from octavo.serving.launcher import RunningServer
 from octavo.serving.model_processes import model_processes
 from processes import children, num_threads, regions, resident_bytes, zombies
-from tiny import tiny_llama
 from triton_clients import (
     GrpcStream,
     Metrics,
+    StartServer,
     control,
     generate,
     generate_stream,
@@ -22,6 +22,7 @@ from triton_clients import (
     post,
     wait_idle,
 )
+from waiting import wait_until
 
 PATIENCE_S = 60.0
 GREEDY = json.dumps({"temperature": 0, "max_tokens": 12, "ignore_eos": True})
@@ -31,14 +32,10 @@ MOST_GROWTH_BYTES = 2048  # of resident memory, for each request
 
 
 @pytest.fixture(scope="module")
-def pair(
-    start_server: Callable[..., RunningServer], tmp_path_factory: pytest.TempPathFactory
-) -> RunningServer:
+def pair(start_server: StartServer, weights: str, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     """A server with two models, `llm` and `other`, of the same weights. Leave both loaded."""
-    weights = tmp_path_factory.mktemp("tiny")
-    tiny_llama(weights)
     engine = {
-        "model": str(weights),
+        "model": weights,
         "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 64,
@@ -51,11 +48,8 @@ def pair(
     return start_server(repository)
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+def until(condition: Callable[[], bool], what: str) -> None:
+    wait_until(condition, what, PATIENCE_S)
 
 
 def processes_of(server: RunningServer, model: str) -> list[int]:
@@ -65,8 +59,8 @@ def processes_of(server: RunningServer, model: str) -> list[int]:
 def unload(server: RunningServer, model: str = "llm") -> None:
     """Returns when the model is gone, not when that was asked for."""
     assert control(server, model, "unload") == (200, "")
-    wait_until(lambda: get(server, f"/v2/models/{model}/ready")[0] != 200, f"{model} is still ready")
-    wait_until(lambda: not processes_of(server, model), f"{model} still has a process")
+    until(lambda: get(server, f"/v2/models/{model}/ready")[0] != 200, f"{model} is still ready")
+    until(lambda: not processes_of(server, model), f"{model} still has a process")
 
 
 def load(server: RunningServer, model: str = "llm") -> None:
@@ -120,7 +114,7 @@ def test_a_model_that_is_unloaded_finishes_its_streams_and_can_be_loaded_again(p
     assert status in (400, 404)
     assert "llm" in answer["error"]
     streams.all_finish()
-    wait_until(lambda: not processes_of(pair, "llm"), "the model still has a process")
+    until(lambda: not processes_of(pair, "llm"), "the model still has a process")
     assert Metrics(pair).value("octavo:ready", model="llm") == 0
     assert get(pair, "/v2/models/other/ready")[0] == 200
     load(pair)
@@ -134,7 +128,7 @@ def test_a_model_that_is_reloaded_finishes_its_streams_in_the_old_process(pair: 
     load(pair)
     assert generate(pair, text_input="the", sampling_parameters=GREEDY)["text_output"]
     streams.all_finish()
-    wait_until(lambda: len(processes_of(pair, "llm")) == 1, "the old process is still there")
+    until(lambda: len(processes_of(pair, "llm")) == 1, "the old process is still there")
     assert processes_of(pair, "llm") != [old]
     wait_idle(pair)
 
@@ -145,7 +139,7 @@ def test_nothing_of_a_model_is_left_when_it_is_unloaded_after_streaming(pair: Ru
     for _ in range(2):
         Streams(pair).all_finish()
         unload(pair)
-        wait_until(lambda: len(children(pair.process.pid)) == 1, "a process is left")
+        until(lambda: len(children(pair.process.pid)) == 1, "a process is left")
         left.append((len(regions(pair)), num_threads(pair.process.pid)))
         load(pair)
     assert left[0][0] == 1, "the other model's region"
@@ -162,7 +156,7 @@ def test_two_models_get_the_same_room_whichever_is_loaded_first(pair: RunningSer
         unload(pair, model)
     for model in ("other", "llm"):
         load(pair, model)
-    wait_until(lambda: rooms() == before, f"{rooms()}, not {before}")
+    until(lambda: rooms() == before, f"{rooms()}, not {before}")
 
 
 def test_256_streams_at_once(pair: RunningServer) -> None:

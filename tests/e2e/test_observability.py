@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,21 +12,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from collector import Collector, attributes, collector
 from octavo.serving.launcher import RunningServer
 from octavo.serving.tracing import SPAN
-from tiny import tiny_llama
-from triton_clients import GrpcStream, generate, make_repository, post
+from triton_clients import GrpcStream, StartServer, generate, make_repository, post
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "an uncommon sentence"
 TIMEOUT_S = 60.0
-
-StartServer = Callable[..., RunningServer]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

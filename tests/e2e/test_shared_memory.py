@@ -2,15 +2,14 @@
 
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from octavo.serving.launcher import RunningServer
 from processes import zombies
-from tiny import tiny_llama
-from triton_clients import generate, make_repository, post, wait_idle
+from triton_clients import StartServer, generate, make_repository, post, wait_idle
 
 MIB = 1 << 20
 BODY = {"text_input": "the", "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 4})}
@@ -30,14 +29,11 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cramped(
-    start_server: Callable[..., RunningServer], tmp_path_factory: pytest.TempPathFactory
+    start_server: StartServer, weights: str, tmp_path_factory: pytest.TempPathFactory
 ) -> RunningServer:
     """A server whose shared memory is one region of 1 MiB that cannot grow."""
     folder = tmp_path_factory.mktemp("cramped")
-    tiny_llama(folder / "weights")
-    repository = make_repository(
-        folder / "repository", backend="octavo", model=str(folder / "weights"), num_threads=1
-    )
+    repository = make_repository(folder, backend="octavo", model=weights, num_threads=1)
     sizes = [f"--backend-config=python,shm-{which}-byte-size={MIB}" for which in ("default", "growth")]
     with no_file_larger_than(MIB * 3 // 2):
         return start_server(repository, extra_arguments=tuple(sizes))

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,9 @@ import pytest
 from fakes import InferenceRequest, Load, LoadedModel
 from octavo.errors import Unavailable
 from octavo.serving.waiting_room import WaitingRoom
+from waiting import wait_until
 
 ENDLESS = {"max_tokens": 10**6}
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

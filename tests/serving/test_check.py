@@ -13,16 +13,8 @@ import typer
 
 from octavo.serving import check as command
 from octavo.serving.repository import ModelReport, read_repository
-from tiny import tiny_llama
 
 MakeModel = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return str(folder)
 
 
 @pytest.fixture

@@ -2,22 +2,14 @@
 
 import json
 import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fakes import FakeTriton, Load, LoadedModel, TritonModelException
+from waiting import wait_until
 
 ENDLESS = json.dumps({"max_tokens": 10**6})
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def parameters(**values: str) -> dict[str, dict[str, str]]:

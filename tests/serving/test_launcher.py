@@ -16,33 +16,19 @@ import pytest
 
 from octavo.errors import LaunchError
 from octavo.serving import installation, launcher, preflight
-from octavo.serving.launcher import SHARED_MEMORY, LaunchOptions, RunningServer
-from ports import free_ports
+from octavo.serving.launcher import LaunchOptions, RunningServer
+from processes import group_is_empty, launch_options, regions
 from toy_repository import make_toy_repository
 
 READY_TIMEOUT_S = 60.0
 
 
 def options_for(repository: Path, **options: Any) -> LaunchOptions:
-    http, grpc, metrics = free_ports(3)
-    chosen = {"http_port": http, "grpc_port": grpc, "metrics_port": metrics, "exit_timeout_s": 5, **options}
-    return LaunchOptions(repository, **chosen)
+    return launch_options(repository, **{"exit_timeout_s": 5, **options})
 
 
 def start(repository: Path, log_path: Path, **options: Any) -> RunningServer:
     return RunningServer.start(options_for(repository, **options), installation.find(), log_path)
-
-
-def group_is_empty(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def shared_memory(prefix: str) -> list[Path]:
-    return list(SHARED_MEMORY.glob(f"{prefix}*"))
 
 
 def test_a_model_is_served_and_nothing_is_left_when_it_is_stopped(tmp_path: Path) -> None:
@@ -54,13 +40,13 @@ def test_a_model_is_served_and_nothing_is_left_when_it_is_stopped(tmp_path: Path
         )
         with urllib.request.urlopen(request, timeout=10) as answer:
             assert json.load(answer)["text_output"] == "echo: hello"
-        assert shared_memory(server.options.shm_prefix)
+        assert regions(server)
         executable = f"toy: {Path(sys.executable).parent / 'python3'}"
         assert executable in {line.text for line in server.log.new_lines()}, "the stub is another Python"
     assert server.process.returncode == 0
     assert server.stop() == 0, "stopping twice"
     assert group_is_empty(server.process.pid)
-    assert not shared_memory(server.options.shm_prefix)
+    assert not regions(server)
 
 
 def test_a_server_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
@@ -108,7 +94,7 @@ def test_a_hanging_model_is_killed_after_the_deadline(tmp_path: Path) -> None:
         server.stop()
         assert time.monotonic() - asked < 1 + launcher._KILL_GRACE_S + 2
     assert group_is_empty(server.process.pid)
-    assert not shared_memory(server.options.shm_prefix)
+    assert not regions(server)
 
 
 def test_a_server_that_still_loads_is_stopped_at_once(tmp_path: Path) -> None:
@@ -119,7 +105,7 @@ def test_a_server_that_still_loads_is_stopped_at_once(tmp_path: Path) -> None:
         assert server.stop() in (-signal.SIGTERM, -signal.SIGKILL)
         assert time.monotonic() - asked < 4
     assert group_is_empty(server.process.pid)
-    assert not shared_memory(server.options.shm_prefix)
+    assert not regions(server)
 
 
 RAISES = """

@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from octavo.serving.parent_watch import ParentWatch
-from processes import children
+from processes import children, runs
 
 # Waits in C code that keeps Python's lock, as a metric that is written to a dead server does.
 _KEEPS_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(600)"
@@ -35,14 +34,13 @@ def test_the_process_ends_when_its_parent_is_gone(hangs: str) -> None:
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        child = Path(f"/proc/{pid}")
         time.sleep(1.5)  # longer than it looks away
         (watcher,) = children(pid)
-        assert _runs(child)
+        assert runs(pid)
         parent.kill()
-    for process in (child, Path(f"/proc/{watcher}")):
+    for process in (pid, watcher):
         deadline = time.monotonic() + 30
-        while _runs(process):
+        while runs(process):
             assert time.monotonic() < deadline, "it is still there"
             time.sleep(0.1)
 
@@ -55,10 +53,3 @@ def test_a_watch_that_is_closed_leaves_no_process() -> None:
     assert len(children(pid)) == len(before) + 1
     watch.close()
     assert children(pid) == before
-
-
-def _runs(process: Path) -> bool:
-    try:
-        return "\nState:\tZ" not in (process / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -14,6 +14,7 @@ import pytest
 
 from fakes import FakeTriton, InferenceRequest, Load, LoadedModel, TritonModelException, real_model_config
 from octavo.serving import codec, intake
+from waiting import wait_until
 
 
 def sampling(**values: Any) -> str:
@@ -21,13 +22,6 @@ def sampling(**values: Any) -> str:
 
 
 ENDLESS = sampling(max_tokens=10**6)
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_the_configuration_is_completed_from_the_table(glue: ModuleType) -> None:
