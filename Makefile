@@ -55,7 +55,8 @@ test: .venv/.installed-dev
 
 fuzz: .venv/.installed-dev
 	@OCTAVO_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OCTAVO_FUZZ_REQUESTS=$(FUZZ_REQUESTS) \
-		$(BIN)/python -m pytest --timeout 3600 tests/serving/test_fuzz.py tests/e2e/test_fuzz.py
+		$(BIN)/python -m pytest --timeout 3600 tests/engine/test_make_request.py \
+		tests/serving/test_fuzz.py tests/e2e/test_fuzz.py
 
 soak: .venv/.installed-dev
 	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS)

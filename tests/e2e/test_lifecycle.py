@@ -1,6 +1,7 @@
 """Models that come and go under load, many streams, and thousands of requests: what a server is left with."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -144,6 +145,26 @@ def test_nothing_of_a_model_is_left_when_it_is_unloaded_after_streaming(pair: Ru
         load(pair)
     assert left[0][0] == 1, "the other model's region"
     assert left[1] <= left[0]
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(pair: RunningServer) -> None:
+    before = generate(pair, text_input="the", sampling_parameters=GREEDY)
+    processes = model_processes(pair.process.pid)
+    broken = pair.options.repository / "broken"
+    shutil.copytree(pair.options.repository / "other", broken)
+    for key, value, words in (
+        ("dtype", "float8", "'dtype' is 'float8'; allowed: auto, "),
+        ("max_model_length", 5, "unknown engine argument 'max_model_length'; did you mean 'max_model_len'"),
+    ):
+        arguments = json.loads((pair.options.repository / "other/1/model.json").read_text())
+        (broken / "1/model.json").write_text(json.dumps({**arguments, key: value}))
+        status, answer = control(pair, "broken", "load")
+        assert status == 400
+        assert "broken cannot be loaded: " in answer
+        assert words in answer
+    shutil.rmtree(broken)
+    until(lambda: model_processes(pair.process.pid) == processes, "a process is left, or gone")
+    assert generate(pair, text_input="the", sampling_parameters=GREEDY) == before
 
 
 def test_two_models_get_the_same_room_whichever_is_loaded_first(pair: RunningServer) -> None:

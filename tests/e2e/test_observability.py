@@ -1,18 +1,21 @@
 """What a real server tells of its requests beside the metrics: its log, spans, and Triton's own traces."""
 
+import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+import tritonclient.grpc as grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from collector import Collector, attributes, collector
 from octavo.serving.launcher import RunningServer
 from octavo.serving.tracing import SPAN
-from triton_clients import GrpcStream, StartServer, generate, make_repository, post
+from triton_clients import GrpcStream, StartServer, generate, make_repository
+from waiting import wait_until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "an uncommon sentence"
@@ -135,21 +138,50 @@ def plain(start_server: StartServer, weights: str, tmp_path_factory: pytest.Temp
     return start_server(repository, extra_arguments=(f"--trace-config=triton,file={folder / 'trace.json'}",))
 
 
-def test_tritons_traces_are_switched_on_and_written_as_ever(plain: RunningServer) -> None:
-    url = f"http://{plain.http}/v2/models/llm/trace/setting"
-    settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "1"}
+def traces(server: RunningServer, request_id: str) -> set[str]:
+    """The names of a request's time stamps in Triton's trace file; none if it is not there."""
+    entries: list[dict[str, Any]] = []
+    for path in server.options.repository.parent.glob("trace.json*"):
+        with contextlib.suppress(ValueError):  # it is just being written
+            entries += json.loads(path.read_text())
+    ids = {entry["id"] for entry in entries if entry.get("request_id") == request_id}
+    stamps = [stamp for entry in entries if entry["id"] in ids for stamp in entry.get("timestamps", ())]
+    return {stamp["name"] for stamp in stamps}
+
+
+def switch_over_http(server: RunningServer, settings: dict[str, Any]) -> list[str]:
+    url = f"http://{server.http}/v2/models/llm/trace/setting"
     changed = httpx.post(url, json=settings, timeout=TIMEOUT_S)
     assert changed.status_code == 200, changed.text
-    assert changed.json()["trace_level"] == ["TIMESTAMPS"]
-    assert post(plain, "generate", {"text_input": "the", "max_tokens": 2, "id": "traced"})[0] == 200
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (written := list(plain.options.repository.parent.glob("trace.json*"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    names = {
-        stamp["name"]
-        for path in written
-        for trace in json.loads(path.read_text())
-        for stamp in trace.get("timestamps", ())
-    }
-    assert {"REQUEST_START", "COMPUTE_START", "REQUEST_END"} <= names
+    found = httpx.get(url, timeout=TIMEOUT_S).json()["trace_level"]
+    assert isinstance(found, list)
+    return found
+
+
+def switch_over_grpc(server: RunningServer, settings: dict[str, Any]) -> list[str]:
+    with grpc.InferenceServerClient(server.grpc) as client:
+        client.update_trace_settings("llm", settings, client_timeout=TIMEOUT_S)
+        found = client.get_trace_settings("llm", client_timeout=TIMEOUT_S).settings["trace_level"].value
+    return list(found)
+
+
+@pytest.mark.parametrize("switch", [switch_over_http, switch_over_grpc])
+def test_tritons_traces_are_switched_on_and_off_and_written_as_ever(
+    plain: RunningServer, switch: Callable[[RunningServer, dict[str, Any]], list[str]]
+) -> None:
+    def ask(request_id: str) -> None:
+        with GrpcStream(plain) as stream:
+            stream.send(request_id, text_input="the", sampling_parameters='{"max_tokens": 2}').result()
+
+    name = switch.__name__
+    settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "1"}
+    assert switch(plain, settings) == ["TIMESTAMPS"]
+    ask(f"{name} on")
+    expected = {"REQUEST_START", "COMPUTE_START", "REQUEST_END"}
+    wait_until(lambda: expected <= traces(plain, f"{name} on"), "the request is not traced", TIMEOUT_S)
+    assert switch(plain, {"trace_level": ["OFF"]}) == ["OFF"]
+    ask(f"{name} off")
+    assert switch(plain, settings) == ["TIMESTAMPS"]
+    ask(f"{name} on again")
+    wait_until(lambda: expected <= traces(plain, f"{name} on again"), "it is not traced again", TIMEOUT_S)
+    assert traces(plain, f"{name} off") == set()

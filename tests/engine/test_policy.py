@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.policy import PASSED_PER_TOKEN, precedence
+from octavo.engine.policy import PASSED_PER_TOKEN, check_priority, precedence
+from octavo.errors import InvalidArgument
 from scheduling import Run
 
 
@@ -53,6 +54,14 @@ def test_sjf_counts_what_the_cache_holds_as_done() -> None:
     middling = run.add([2] * 10, max_tokens=1)[0]
     chat = run.add([1] * 31, max_tokens=1)[0]
     assert order(run)[-2:] == [chat, middling]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
+def test_a_priority_that_nothing_would_come_of_is_refused(policy: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"priority is -1, but scheduling_policy is '{policy}'"):
+        check_priority(policy, -1)
+    check_priority(policy, 0)
+    check_priority("priority", -1)
 
 
 def test_under_sjf_a_request_is_passed_until_so_many_tokens_were_computed() -> None:

@@ -14,7 +14,7 @@ from octavo import Engine, SamplingParams
 from octavo.engine.offline import Completion
 from octavo.errors import InvalidArgument
 from octavo.request import TextDelta
-from tiny import FIRST_BYTE
+from tiny import EOS, FIRST_BYTE
 from tiny_engine import continued, preempt_every, tiny_engine, whole
 
 NEW_TOKENS = 20
@@ -27,6 +27,7 @@ PROMPTS = [
     [3 + (i * i) % 250 for i in range(99)],
 ]
 LETTERS = tuple(range(FIRST_BYTE + ord("a") - ord("!"), FIRST_BYTE + ord("z") - ord("!") + 1))
+THE = FIRST_BYTE + 256 + 1  # "the", as a word that begins a text
 
 Edit = Callable[[Tensor, list[int], list[int]], None]  # changes logits [V], given prompt and output
 
@@ -308,6 +309,18 @@ def test_the_prompt_of_several_is_computed_once(engine: Engine) -> None:
         ({"stop_token_ids": [320]}, "'stop_token_ids' holds 320; allowed: 0 to 319"),
         ({"n": 2, "best_of": 17}, "'best_of' is 17; this server runs at most 16 sequences"),
         ({"n": 17}, "'n' is 17; this server runs at most 16 sequences"),
+        *(
+            (
+                {"allowed_token_ids": allowed, **values},
+                "'bad_words' and 'min_tokens', before which no stop token may come, leave nothing of "
+                "'allowed_token_ids' (every token, when unset); allow one more",
+            )
+            for allowed, values in (
+                ([EOS], {"min_tokens": 1}),
+                ([7, 9], {"min_tokens": 2, "stop_token_ids": [9, 7], "ignore_eos": True}),
+                ([THE, EOS], {"min_tokens": 1, "bad_words": ["the"]}),
+            )
+        ),
     ],
 )
 def test_what_the_model_has_no_room_for(engine: Engine, values: dict[str, Any], text: str) -> None:

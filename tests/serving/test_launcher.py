@@ -18,7 +18,7 @@ from octavo.errors import LaunchError
 from octavo.serving import installation, launcher, preflight
 from octavo.serving.launcher import LaunchOptions, RunningServer
 from processes import group_is_empty, launch_options, regions
-from toy_repository import make_toy_repository
+from toy_repository import ECHO, make_toy_repository
 
 READY_TIMEOUT_S = 60.0
 
@@ -114,6 +114,22 @@ class TritonPythonModel:
     def initialize(self, args):
         raise ConfigError("unknown engine argument 'blok_size'; did you mean 'block_size'?")
 """
+
+
+def test_a_server_that_does_not_take_models_which_are_ready_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As was seen of the 24.10 server on a machine with far too much to do."""
+    says_so = 'pb_utils.Logger.log_info("toy_0_0: version 1 is ready")'
+    model = ECHO.replace("def execute", f"    {says_so}\n        time.sleep(60)\n\n    def execute")
+    repository = make_toy_repository(tmp_path / "repository", f"import time\n{model}")
+    monkeypatch.setattr(launcher, "_HANGS_S", 2.0)
+    with (
+        start(repository, tmp_path / "log") as server,
+        pytest.raises(LaunchError, match=r"the server hangs: .* for 2 s .*; its log: .*/log"),
+    ):
+        server.wait_ready(READY_TIMEOUT_S)
+    assert group_is_empty(server.process.pid)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Reading a tritonserver's log, line by line as a server wrote it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ from octavo.serving.server_log import ServerLog, parse
 LOADING = 'I1130 08:38:18.456821 6051 model_lifecycle.cc:472] "loading: llm:1"\n'
 LOADED = "I1130 08:38:23.413782 6051 model_lifecycle.cc:839] \"successfully loaded 'llm'\"\n"
 OURS = 'I1130 08:38:21.250271 6051 tritonserver.py:6] "KV cache: 100 blocks"\n'
+BEGINS = (
+    "I1130 18:18:39.790433 6051 python_be.cc:2249] "
+    '"TRITONBACKEND_ModelInstanceInitialize: {} (MODEL device 0)"\n'
+)
+IS_READY = 'I1130 18:19:00.327312 6051 tritonserver.py:242] "{}: version 1 is ready"\n'
+LISTENS = 'I1130 18:19:01.027312 6051 http_server.cc:4704] "Started HTTPService at 127.0.0.1:8000"\n'
 NOISE = 'E1130 08:38:18.455658 6051 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 TABLE = "+---+---+\n| llm | 1 |\n"
 NOT_LOADED = (
@@ -50,6 +57,23 @@ def test_progress_is_what_a_model_says_between_loading_and_loaded(log: ServerLog
         "KV cache: 100 blocks",
         "the model 'llm' is loaded",
     ]
+
+
+def test_models_that_are_ready_wait_for_the_server_until_it_listens(log: ServerLog) -> None:
+    for text, waits in (
+        (LOADING + NOISE, False),
+        (BEGINS.format("llm_0_0") + OURS, False),
+        (IS_READY.format("llm_0_0"), True),
+        (BEGINS.format("llm_0_1"), False),
+        (IS_READY.format("llm_0_1"), True),
+        (LOADED, True),
+        (LISTENS, False),
+    ):
+        write(log, text)
+        assert log.models_wait_for_server() == waits, text
+    assert log.silent_s() < 60
+    os.utime(log.path, (0, 0))
+    assert log.silent_s() > 60
 
 
 @pytest.mark.parametrize(

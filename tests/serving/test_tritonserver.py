@@ -53,6 +53,8 @@ def test_paths_in_model_json_are_relative_to_it(load: Load, tmp_path: Path) -> N
     arguments = load({"model": "weights/m.gguf", "tokenizer": "/elsewhere", "seed": 1}).engine.arguments
     assert arguments == {"model": str(folder / "weights/m.gguf"), "tokenizer": "/elsewhere", "seed": 1}
     assert load({"model": "pkg://package/m.gguf"}).engine.arguments == {"model": "pkg://package/m.gguf"}
+    recorded = load({"model": "pkg://package/m.gguf", "record_steps": "steps"}).engine.arguments
+    assert recorded == {"model": "pkg://package/m.gguf", "record_steps": str(folder / "steps")}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,26 @@ def test_execute_waits_for_nothing(llm: LoadedModel) -> None:
     blocked.sender.unblocked.clear()
     started = time.monotonic()
     llm.execute(blocked, *(InferenceRequest(text_input="x") for _ in range(50)))
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2.5  # and not the 5 s that tokenising takes
     blocked.sender.unblocked.set()
+
+
+def test_a_large_last_response_goes_ahead_of_its_final_flag(glue: ModuleType, llm: LoadedModel) -> None:
+    """So that an error can follow when it does not fit in shared memory: with the flag the sender is closed
+    whether it did or not."""
+    much = glue._SMALL_RESPONSE_BYTES
+    small, large, unfit = (
+        InferenceRequest(text_input="x" * size, parameters={"max_tokens": 1}) for size in (1000, much, much)
+    )
+    unfit.sender.most_bytes = 1000
+    llm.execute(small, large, unfit)
+    assert small.sender.texts() == [["x" * 1000 + "a"]]
+    assert small.sender.finals == [True]
+    assert large.sender.texts() == [["x" * much + "a"]]
+    assert large.sender.finals == [False, True]
+    assert unfit.sender.error().message.startswith("[INTERNAL] the response could not be sent: TritonModel")
+    assert len(unfit.sender.responses) == 1
+    assert unfit.sender.finals == [False, True]
 
 
 def test_a_long_prompt_does_not_stall_the_others(llm: LoadedModel) -> None:

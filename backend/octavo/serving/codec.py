@@ -92,34 +92,34 @@ class Returns:
     prompt_logprobs: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a request brings beside its prompt, whatever is to become of that."""
+
+    returns: Returns = Returns()
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(_Work):
     """A request to continue a prompt, as the client sent it: neither rendered nor tokenised."""
 
     prompt: str | tuple[int, ...] | Chat
     params: SamplingParams
     stream: bool = False
     echo: bool = False  # the prompt's text comes before the continuation's
-    returns: Returns = Returns()
-    priority: int = 0
-    cache_salt: str | None = None
-    tenant: str | None = None
-    traceparent: str | None = None
-    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(_Work):
     """A request to turn a prompt into a vector, answered once by a list of numbers, as JSON, for its text."""
 
     prompt: str | tuple[int, ...]
     pooling: PoolingParams
-    returns: Returns = Returns()
-    priority: int = 0
-    cache_salt: str | None = None
-    tenant: str | None = None
-    traceparent: str | None = None
-    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _embed(inputs: Tensors, parameters: str) -> Embed:
     own, _ = request_parameters.split(parameters)
     wanted = ("num_input_tokens", "num_output_tokens", "request_stats")
     returns = Returns(**{name: bool(_flag(inputs, f"return_{name}")) for name in wanted})
-    return Embed(prompt, pooling, returns, **own)
+    return Embed(prompt, pooling, returns=returns, **own)
 
 
 def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:

@@ -34,6 +34,7 @@ _STUB_TIMEOUT_S = 1800  # a model of many GiB takes its time to load
 _SHM_BYTES = 16 << 20  # at first, and to grow by: the server's 1 MiB is outgrown by the first few requests
 _REGION_OPTION = re.compile(r"--backend-config=python,shm-default-byte-size=(\d+)")
 _KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
+_HANGS_S = 60.0  # of silence, once all models are loaded
 _LOADING_GRACE_S = 2.0  # a server that still loads has nothing in flight, and does not listen
 
 # Becomes the server, which then ends with us however we end. In a program of its own since code that runs
@@ -188,6 +189,11 @@ class RunningServer:
             if self._death_watch.deaths():  # which the server may not notice for half an hour
                 raise LaunchError(
                     self.log.failure() or f"a model's process died while loading{self._see_log()}"
+                )
+            if self.log.silent_s() > _HANGS_S and self.log.models_wait_for_server():
+                raise LaunchError(
+                    f"the server hangs: its models say that they are ready, and for {_HANGS_S:.0f} s it has "
+                    f"not taken them; this was seen on overloaded machines: start it again{self._see_log()}"
                 )
             if timeout_s is not None and time.monotonic() - started > timeout_s:
                 raise LaunchError(f"the server was not ready after {timeout_s:.0f} s{self._see_log()}")

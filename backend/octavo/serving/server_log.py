@@ -6,6 +6,7 @@ quotes in the text escaped; whatever a model prints stands between them as it is
 """
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 _LINE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+\s+\d+ (?P<source>[\w.-]+):\d+\]\s+(?P<text>.*)")
 _LOADING = re.compile(r"loading: (?P<model>[^:]+):\d+")
 _LOADED = re.compile(r"successfully loaded '(?P<model>[^']+)'")
+_INSTANCE_BEGINS = re.compile(r"TRITONBACKEND_ModelInstanceInitialize: (\S+) \(")
+_INSTANCE_IS_READY = re.compile(r"(\S+): version \d+ is ready")  # in our words
+_LISTENS = re.compile(r"Started (\w+) at ")
 _NOT_LOADED = re.compile(
     r"failed to load '(?P<model>[^']+)' version \d+: (?:[A-Z][a-z ]+: )?(?P<why>.*)", re.S
 )
@@ -81,10 +85,27 @@ class ServerLog:
             return f"the model '{match['model']}' is loaded"
         return line.text if line.by_model and self._loading else None
 
+    def silent_s(self) -> float:
+        """For how long nothing has been written."""
+        return time.time() - self.path.stat().st_mtime
+
+    def models_wait_for_server(self) -> bool:
+        """Whether all that is loading has said that it is ready, and the server does not listen yet. It may
+        be so for a moment; for longer it is a server that hangs. Only models of ours say so."""
+        texts = [line.text for line in self._all_lines()]
+        begun, ready, listens = (
+            sorted(match[1] for text in texts if (match := pattern.match(text)))
+            for pattern in (_INSTANCE_BEGINS, _INSTANCE_IS_READY, _LISTENS)
+        )
+        return bool(begun) and begun == ready and not listens
+
     def failure(self) -> str | None:
         """Why the server could not start, in one line; None when the log does not say."""
-        lines = [parse(line) for line in self.path.read_text(errors="replace").splitlines()]
+        lines = self._all_lines()
         return _first_model_failure(lines) or _first_server_failure(lines)
+
+    def _all_lines(self) -> list[LogLine]:
+        return [parse(line) for line in self.path.read_text(errors="replace").splitlines()]
 
 
 def _first_model_failure(lines: list[LogLine]) -> str | None:
