@@ -45,6 +45,7 @@ from waiting import comes_true
 WARM_UP_SHARE = 0.2
 NUM_CLIENTS = 16
 EXIT_TIMEOUT_S = 20
+LOG_LINES = 100  # the server's last ones, shown when something is wrong
 _IN_FLIGHT = re.compile(r"shutting down: (\d+) requests in flight")
 _GAVE_UP = "failed to stop server: Internal - Exit timeout expired"  # see `soak_verdict.GAVE_UP`
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "octavo:kv_blocks_used")
@@ -78,12 +79,15 @@ def main() -> None:
     say(f"seed {args.seed}; at most {args.minutes:g} minutes and {args.requests:,} requests")
     with tempfile.TemporaryDirectory(prefix="octavo-soak-") as folder:
         options = launch_options(make_models(Path(folder)), exit_timeout_s=EXIT_TIMEOUT_S)
-        with RunningServer.start(options, installation.find(), args.log or Path(folder) / "log") as server:
+        log = args.log or Path(folder) / "log"
+        with RunningServer.start(options, installation.find(), log) as server:
             server.wait_ready(120)
             list(server.log.new_lines())  # what it says while it starts is not the soak's
             tally, warm, last = soak(server, args)
             end = stop(server)
-    problems = judge(tally, warm, last, end)
+        problems = judge(tally, warm, last, end)
+        if problems:
+            say("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
     report(tally, warm, last)
     say(f"the server ended with status {end.status}")
     if args.json:
