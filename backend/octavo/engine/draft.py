@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from octavo.engine.block_manager import Appended, BlockManager
 from octavo.engine.sequence import Sequence
 from octavo.protocol import BlockCopy, Choice, Fork, NewSequence, Slice, StepPlan
+
+# A named tuple's own constructor takes twice as long, and every sequence gets one in every step.
+_slice_of = partial(tuple.__new__, Slice)
 
 
 @dataclass(slots=True)
@@ -32,15 +36,16 @@ class Draft:
             self.charge(seq, length)
         if appended.copy:
             self.copies.append(appended.copy)
-        start = seq.num_computed_tokens
+        seq_id, start = seq.id, seq.num_computed_tokens
         samples: tuple[int, ...] = ()
         if start + length == len(seq.token_ids) and seq.request.embed is None:
-            samples = (seq.id,)
-            if seq.children:
-                samples += self._fork(seq)
-        self.slices.append(Slice(seq.id, start, length, appended.first_block, appended.block_ids, samples))
+            samples = (seq_id, *self._fork(seq)) if seq.children else (seq_id,)
+        self.slices.append(
+            _slice_of((seq_id, start, length, appended.first_block, appended.block_ids, samples))
+        )
 
     def plan(self, step_id: int, finished: Iterable[int]) -> StepPlan:
+        swaps_out, swaps_in = self.blocks.host.swaps()
         return StepPlan(
             step_id=step_id,
             slices=tuple(self.slices),
@@ -49,6 +54,11 @@ class Draft:
             copies=tuple(self.copies),
             finished=tuple(finished),
             choices=tuple(self.choices),
+            swaps_out=swaps_out,
+            swaps_in=swaps_in,
+            saves=self.blocks.disk.saves(),
+            loads=self.blocks.disk.loads(),
+            discards=self.blocks.disk.take_discards(),
         )
 
     def _fork(self, seq: Sequence) -> tuple[int, ...]:
