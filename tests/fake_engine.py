@@ -39,7 +39,9 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Continues every sequence with a, b, c, ..., a token a step; `paused` keeps it from stepping."""
+    """Continues every sequence with a, b, c, ..., a token a step; `paused` keeps it from stepping.
+
+    Prompts that have the token `on_disk` are read from a disk, as soon as `read` is set."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -59,6 +61,9 @@ class FakeEngine:
         self.running.set()
         self.broken: Exception | None = None
         self.closed = False
+        self.on_disk: int | None = None
+        self.reading = threading.Event()
+        self.read = threading.Event()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
@@ -70,6 +75,14 @@ class FakeEngine:
         if not ids:
             raise InvalidArgument("the prompt is empty")
         return Request(id, tuple(ids), params or SamplingParams(), **settings)
+
+    def expects_stored(self, request: Request) -> bool:
+        return self.on_disk in request.prompt_token_ids
+
+    def read_stored(self, request: Request) -> None:
+        self.reading.set()
+        assert self.read.wait(TIMEOUT_S)
+        request.stored[b""] = "content"
 
     @property
     def has_work(self) -> bool:
@@ -123,6 +136,7 @@ class FakeEngine:
             preemptions_total=3,
             prefix_queries_total=20,
             prefix_hits_total=5,
+            block_copies_total=0,
             steps_total=self.steps.num_steps,
             step_s_total=self.steps.duration_s,
             forward_s_total=self.steps.forward_s,

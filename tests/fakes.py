@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fake_engine import FakeEngine
+from octavo.serving.codec import num_bytes
 
 FINAL = 1
 TIMEOUT_S = 5.0
@@ -58,12 +59,15 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Records responses. Tests set `cancelled`, `broken` (sends raise) and clear `unblocked` (sends wait)."""
+    """Records responses, and in `finals` which sends had that flag. Tests set `cancelled`, `broken` (sends
+    raise), `most_bytes` (larger responses do not fit) and clear `unblocked` (sends wait)."""
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self.cancelled = False
         self.broken = False
+        self.most_bytes: int | None = None
+        self.finals: list[bool] = []
         self.unblocked = threading.Event()
         self.unblocked.set()
         self.closed = threading.Event()
@@ -79,10 +83,16 @@ class ResponseSender:
             raise TritonModelException("the client is gone")
         assert not self.closed.is_set(), "a response after the final one"
         assert self.unblocked.wait(TIMEOUT_S)
-        if response is not None:
-            self.responses.append(response)
+        self.finals.append(bool(flags & FINAL))
         if flags & FINAL:
             self.closed.set()
+        if response is not None:
+            if (
+                self.most_bytes is not None
+                and sum(map(num_bytes, response.outputs.values())) > self.most_bytes
+            ):
+                raise TritonModelException("Failed to increase the shared memory pool size")
+            self.responses.append(response)
 
     def wait(self) -> "ResponseSender":
         assert self.closed.wait(TIMEOUT_S), "no final response"

@@ -54,9 +54,30 @@ MUTANTS = (
     Mutant(
         "tenants find each other's cached prompts",
         "octavo.engine.block_manager",
-        '_root_hash(seq.request.cache_salt or "")',
+        '_root_hash(salt or "")',
         '_root_hash("")',
         "tests/engine/test_block_manager.py::test_salts_keep_prefixes_apart",
+    ),
+    Mutant(
+        "a step overwrites what it reads of the host's memory",
+        "octavo.engine.host_blocks",
+        "if slot in self._held:",
+        "if False:",
+        "tests/engine/test_host_blocks.py::test_a_slot_that_is_read_is_not_written_in_the_same_plan",
+    ),
+    Mutant(
+        "a step that failed leaves blocks on the host that it never copied",
+        "octavo.engine.host_blocks",
+        "for digest, _ in self._written.values():",
+        "for digest, _ in ():",
+        "tests/engine/test_host_blocks.py::test_a_step_that_fails_leaves_nothing_that_was_not_copied",
+    ),
+    Mutant(
+        "a NaN lives on in the host's memory",
+        "octavo.engine.block_manager",
+        "self.host.discard(seq.block_hashes)",
+        "pass",
+        "tests/engine/test_host_blocks.py::test_a_row_of_nan_takes_its_blocks_out_of_the_host_too",
     ),
     Mutant(
         "an error is sent twice",

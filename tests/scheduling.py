@@ -19,13 +19,24 @@ from simulated import VOCAB, SimulatedExecutor, expected_beams, expected_tokens
 class Run:
     """A scheduler, its blocks and the executor; what comes out, and what should."""
 
-    def __init__(self, *, num_blocks: int = 64, eos: tuple[int, ...] = (), **config: object) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        has_directory: bool = False,
+        eos: tuple[int, ...] = (),
+        **config: object,
+    ) -> None:
         arguments = {"model": "m", "block_size": 4, "max_model_len": 40, "max_num_seqs": 8, "seed": 1}
         arguments |= {"max_num_batched_tokens": 32, **config}
         self.config = EngineConfig(**arguments).for_model(4096)
-        self.blocks = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        size = self.config.block_size
+        self.blocks = BlockManager(
+            num_blocks, size, self.config.enable_prefix_caching, num_host_blocks, has_directory
+        )
         self.scheduler = Scheduler(self.config, self.blocks, eos)
-        self.executor = SimulatedExecutor(num_blocks, self.config.block_size)
+        self.executor = SimulatedExecutor(num_blocks, size, num_host_blocks)
         self.requests: list[list[int]] = []  # the ids of each one's sequences
         self.expected: dict[int, list[int]] = {}  # by sequence; of a search, the first n are its answers
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -51,6 +62,10 @@ class Run:
             tenant=tenant,
             cache_salt=cache_salt,
         )
+        for digest in self.blocks.missing(request):
+            if digest.hex() not in self.executor.files:
+                break
+            request.stored[digest] = "read"
         sequences = self.scheduler.add(request)
         ids = [seq.id for seq in sequences]
         self.requests.append(ids)
@@ -145,9 +160,24 @@ class Programs(RuleBasedStateMachine):
         self.run.executor.fail_next = True
         with pytest.raises(StepFailed, match="made to fail"):
             self.run.executor.submit(plan)
-        lost = {piece.seq_id for piece in plan.slices}
+        self._end_requests({piece.seq_id for piece in plan.slices})
+
+    @rule(data=st.data())
+    def spoil_a_row(self, data: st.DataObject) -> None:
+        """A row of NaN ends its request, and what it wrote is never used again."""
+        plan = self.run.scheduler.schedule()
+        if plan is None:
+            return
+        rows = [piece.samples for piece in plan.slices if piece.samples]
+        spoilt = data.draw(st.sampled_from(rows)) if rows else ()
+        self.run.executor.nan_rows.update(spoilt)
+        self.run.executor.submit(plan)
+        self.run.update(plan, self.run.executor.collect())
+        self._end_requests(set(spoilt))
+
+    def _end_requests(self, seq_ids: set[int]) -> None:
         for ids in self.run.requests:
-            if lost.intersection(ids):
+            if seq_ids.intersection(ids):
                 self.run.scheduler.finish(*ids)
                 self.aborted.update(ids)
 

@@ -7,12 +7,13 @@ run must give the tokens that `expected_tokens` gives, however it was scheduled.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
 from octavo.errors import StepFailed
-from octavo.protocol import SequenceResult, StepPlan, StepResult, TokenLogprobs
+from octavo.protocol import BlockFile, SequenceResult, StepPlan, StepResult, TokenLogprobs
 from octavo.request import SamplingParams
 
 VOCAB = 50
@@ -47,16 +48,20 @@ class Row:
 
 
 class SimulatedExecutor:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.kv_limit = "the test"
         self._block_size = block_size
         self._slots: list[bytes | None] = [None] * (num_blocks * block_size)
+        self._host: list[bytes | None] = [None] * (num_host_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.computed_tokens = 0
         self.copies = 0
         self.fail_next = False
         self.nan_rows: set[int] = set()
+        self.files: set[str] = set()  # digests
+        self._written: dict[str, list[bytes | None]] = {}  # what was ever saved
         self._result: StepResult | None = None
 
     def submit(self, plan: StepPlan) -> None:
@@ -74,11 +79,24 @@ class SimulatedExecutor:
         for piece in plan.slices:
             if piece.block_ids:
                 self.rows[piece.seq_id].block_table[piece.first_block :] = piece.block_ids
-        size = self._block_size
+        if self.fail_next:
+            self.fail_next = False
+            self._spoil(plan)
+            raise StepFailed("made to fail")
+        self.files.difference_update(plan.discards)
+        for block_id, digest in plan.saves:
+            self._save(block_id, digest)
+        written = [swap.slot for swap in plan.swaps_out]
+        assert len(set(written)) == len(written), "a host slot is written twice"
+        for block_id, slot in plan.swaps_out:
+            self._move(self._slots, block_id, self._host, slot)
         for copy in plan.copies:
             self.copies += 1
-            source, target = copy.source * size, copy.destination * size
-            self._slots[target : target + size] = self._slots[source : source + size]
+            self._move(self._slots, copy.source, self._slots, copy.destination)
+        for block_id, slot in plan.swaps_in:
+            self._move(self._host, slot, self._slots, block_id)
+        for block_id, digest in plan.loads:
+            self._move(self._written[digest], 0, self._slots, block_id)
         for fork in plan.forks:
             assert fork.child_id not in self.rows
             parent = self.rows[fork.parent_id]
@@ -86,9 +104,6 @@ class SimulatedExecutor:
             self.rows[fork.child_id] = Row(
                 parent.token_ids.copy(), sampling.seed, sampling.num_logprobs, parent.block_table.copy()
             )
-        if self.fail_next:
-            self.fail_next = False
-            raise StepFailed("made to fail")
         assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices)
         for piece in plan.slices:
             self._compute(piece.seq_id, piece.start, piece.length)
@@ -108,8 +123,35 @@ class SimulatedExecutor:
         result, self._result = self._result, None
         return result
 
-    def close(self) -> None:
+    def close(self, keep: Iterable[BlockFile] = (), discards: Iterable[str] = ()) -> None:
         pass
+
+    def _save(self, block_id: int, digest: str) -> None:
+        content: list[bytes | None] = [None] * self._block_size
+        self._move(self._slots, block_id, content, 0)
+        before = self._written.setdefault(digest, content)
+        assert before == content or None in before, "two contents of one digest"
+        self._written[digest] = content
+        self.files.add(digest)
+
+    def _move(self, source: list[bytes | None], row: int, target: list[bytes | None], to: int) -> None:
+        size = self._block_size
+        target[to * size : (to + 1) * size] = source[row * size : (row + 1) * size]
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """A step that fails may have written anything to where it was to write."""
+        nothing: list[bytes | None] = [b"spoilt"] * self._block_size
+        for _, slot in plan.swaps_out:
+            self._move(nothing, 0, self._host, slot)
+        filled = [copy.destination for copy in plan.copies]
+        filled += [moved.block_id for moved in (*plan.swaps_in, *plan.loads)]
+        for block_id in filled:
+            self._move(nothing, 0, self._slots, block_id)
+        for piece in plan.slices:
+            row = self.rows[piece.seq_id]
+            for position in range(piece.start, piece.start + piece.length):
+                block_id, offset = divmod(position, self._block_size)
+                self._slots[row.block_table[block_id] * self._block_size + offset] = b"spoilt"
 
     def _sample(self, seq_id: int, row: Row) -> SequenceResult:
         prefix = prefix_digests(row.token_ids)[-1]

@@ -12,9 +12,9 @@ from octavo.errors import ConfigError
 
 def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="octavo"):
-        config = resolve({"model": "m", "swap_space": 4, "enforce_eager": True, "max_num_seqs": 4})
-    assert (config.model, config.max_num_seqs, config.block_size) == ("m", 4, 16)
-    assert "enforce_eager, swap_space" in caplog.text
+        config = resolve({"model": "m", "swap_space": 2, "enforce_eager": True, "max_num_seqs": 4})
+    assert (config.model, config.max_num_seqs, config.block_size, config.swap_space) == ("m", 4, 16, 2)
+    assert "enforce_eager" in caplog.text
 
 
 def test_switches_may_be_words_as_in_repositories_of_the_vllm_backend() -> None:
@@ -40,7 +40,8 @@ NOTHING = {
     "max_loras": 4,
     "speculative_config": None,
     "num_speculative_tokens": 0,
-    "swap_space": 4,
+    "swap_space": None,
+    "preemption_mode": None,
     "cpu_offload_gb": 0,
     "kv_cache_dtype": "auto",
     "quantization": None,
@@ -95,13 +96,15 @@ def test_no_name_is_in_two_tables() -> None:
         ({"model": "m", "block_size": True}, "'block_size' is True; it must be an integer"),
         (
             {"model": "m", "max_num_batched_tokens": 8},
-            "'max_num_batched_tokens' is 8; allowed: max_num_seqs (128)",
+            "'max_num_batched_tokens' is 8; allowed: max_num_seqs (256)",
         ),
         (
             {"model": "m", "tensor_parallel_size": 2},
             "'tensor_parallel_size' is 2; allowed: 1 in this version",
         ),
         ({"model": "m", "gpu_memory_utilization": 1.5}, "'gpu_memory_utilization' is 1.5; allowed: above 0"),
+        ({"model": "m", "swap_space": -1}, "'swap_space' is -1; allowed: 0 to 1048576, in GiB"),
+        ({"model": "m", "preemption_mode": "x"}, "'preemption_mode' is 'x'; allowed: auto, swap, recompute"),
         ({"model": "m", "max_queue_size": 0}, "'max_queue_size' is 0; allowed: 1 and more"),
         ({"model": "m", "fair_scheduling": 1}, "'fair_scheduling' is 1; it must be true or false"),
         ({"model": "m", "kv_cache_memory_bytes": 0}, "'kv_cache_memory_bytes' is 0; allowed: 1 and more"),
@@ -127,6 +130,22 @@ def test_no_name_is_in_two_tables() -> None:
         ({"model": None}, "'model' is missing"),
         ({"model": "m", "max_log_len": -1}, "'max_log_len' is -1; allowed: 0 and more"),
         ({"model": "m", "otlp_traces_endpoint": ""}, "'otlp_traces_endpoint' is ''; allowed: a URL"),
+        ({"model": "m", "record_steps": ""}, "'record_steps' is ''; allowed: a folder"),
+        (
+            {"model": "m", "record_steps": "a", "prefix_cache_dir": "/b"},
+            "'record_steps' is 'a'; allowed: a folder, and null where prefix_cache_dir is set",
+        ),
+        ({"model": "m", "record_steps_bytes": 0}, "'record_steps_bytes' is 0; allowed: 1 and more"),
+        (
+            {"model": "m", "prefix_cache_dir": "cache"},
+            "'prefix_cache_dir' is 'cache'; allowed: the absolute path of a folder",
+        ),
+        ({"model": "m", "prefix_cache_dir": ""}, "'prefix_cache_dir' is ''; allowed: the absolute path"),
+        (
+            {"model": "m", "prefix_cache_dir": "/x", "enable_prefix_caching": False},
+            "'prefix_cache_dir' is '/x'; allowed: null, since enable_prefix_caching is false",
+        ),
+        ({"model": "m", "prefix_cache_disk_gib": 0}, "'prefix_cache_disk_gib' is 0; allowed: above 0"),
         (
             {"model": "m", "disable_log_stats": "yes"},
             "'disable_log_stats' is 'yes'; it must be true or false",

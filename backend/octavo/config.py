@@ -7,6 +7,7 @@ else is built. What `auto` means is for the part that it concerns to say.
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
@@ -20,6 +21,7 @@ log = logging.getLogger("octavo")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 
 # vLLM's arguments that change nothing here, by why. They are taken, and named once in the log.
 _IGNORED_BECAUSE = {
@@ -49,11 +51,11 @@ _IGNORED_BECAUSE = {
     ),
     "the scheduler has no such switch": (
         "use_v2_block_manager num_scheduler_steps multi_step_stream_outputs num_lookahead_slots "
-        "async_scheduling scheduler_delay_factor scheduler_cls preemption_mode "
+        "async_scheduling scheduler_delay_factor scheduler_cls "
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold watermark "
         "stream_interval prefix_caching_hash_algo disable_hybrid_kv_cache_manager"
     ),
-    "sequences that are preempted are computed anew": "swap_space cpu_offload_gb",
+    "the weights stay on the device": "cpu_offload_gb",
     "it matters with enable_lora only": (
         "max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras"
     ),
@@ -108,7 +110,7 @@ class EngineConfig:
     device: Device = "auto"
     max_model_len: int | None = None  # prompt and output together; the model's own limit when None
     block_size: int = 16
-    max_num_seqs: int = 128
+    max_num_seqs: int = 256  # it and others are chosen in backend/docs/scheduling.md
     max_num_batched_tokens: int = 2048
     max_queue_size: int | None = None  # requests that may wait for their first step; no limit when None
     scheduling_policy: SchedulingPolicy = "priority"  # see engine/policy.py
@@ -117,7 +119,11 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None  # CPU: a quarter of the free memory, at most 4 GiB, when None
     num_gpu_blocks_override: int | None = None
+    swap_space: float | None = None  # GiB of host memory for evicted KV blocks; None: 4 beside a GPU, else 0
+    preemption_mode: PreemptionMode = "auto"  # whether they come back or are computed; engine/swap_choice.py
     enable_prefix_caching: bool = True
+    prefix_cache_dir: str | None = None  # a folder for prefix blocks, found again after a restart; None: no
+    prefix_cache_disk_gib: float = 10.0  # that it may take, whoever else uses it
     enable_chunked_prefill: bool = True
     seed: int | None = None  # for requests that bring none; from the system's entropy when None
     num_threads: int | None = None  # CPU threads of the forward; all cores it may use when None
@@ -129,6 +135,8 @@ class EngineConfig:
     enable_log_requests: bool = False  # a log line for each request, with its prompt
     max_log_len: int | None = None  # characters, or token ids, of a prompt in the log; all when None
     otlp_traces_endpoint: str | None = None  # where spans go, by OpenTelemetry's protocol; nowhere when None
+    record_steps: str | None = None  # a folder: every step goes into a new file there, prompts with it
+    record_steps_bytes: int = 2**30  # where such a file ends
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -163,6 +171,20 @@ class EngineConfig:
             "num_gpu_blocks_override",
             "1 and more",
         )
+        require(
+            self.swap_space is None or 0 <= self.swap_space <= 2**20, "swap_space", "0 to 1048576, in GiB"
+        )
+        require(
+            self.prefix_cache_dir is None or re.fullmatch(r"/[^\0]*", self.prefix_cache_dir) is not None,
+            "prefix_cache_dir",
+            "the absolute path of a folder, which is made if need be",
+        )
+        require(
+            self.prefix_cache_dir is None or self.enable_prefix_caching,
+            "prefix_cache_dir",
+            "null, since enable_prefix_caching is false: nothing would go there",
+        )
+        require(0 < self.prefix_cache_disk_gib <= 2**20, "prefix_cache_disk_gib", "above 0 and up to 1048576")
         require(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) == 1, name, "1 in this version")
@@ -176,6 +198,12 @@ class EngineConfig:
         require(
             self.otlp_traces_endpoint != "", "otlp_traces_endpoint", "a URL, such as http://localhost:4317"
         )
+        require(
+            self.record_steps is None or (self.record_steps != "" and self.prefix_cache_dir is None),
+            "record_steps",
+            "a folder, and null where prefix_cache_dir is set: what comes from there would not be recorded",
+        )
+        require(self.record_steps_bytes > 0, "record_steps_bytes", "1 and more")
 
     def for_model(self, max_positions: int) -> "EngineConfig":
         """The same, with `max_model_len` known. Raises `ConfigError` when the model's limit is exceeded."""

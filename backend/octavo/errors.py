@@ -9,6 +9,7 @@
     |  `- DeadlineExceeded      UNAVAILABLE   its time was up first; the code is what Triton gives timeouts
     |- Cancelled                CANCELLED     the client went away or asked for it
     |- WeightsError             INTERNAL      a model file cannot be read; names file, tensor and reason
+    |- RecordingError           INTERNAL      a file is no recording of steps, or not one of this version
     |- LaunchError              UNAVAILABLE   the server cannot be started; says what to do about it
     `- StepFailed               INTERNAL      a model step failed; only the requests in it are lost
 
@@ -63,6 +64,10 @@ class Cancelled(OctavoError):
 
 
 class WeightsError(OctavoError):
+    pass
+
+
+class RecordingError(OctavoError):
     pass
 
 

@@ -7,15 +7,19 @@ table and its sampling parameters. The worker applies a plan in this order:
 2. `new`: make rows
 3. `choices`: rows go on from where another one stands, and with another last token
 4. `slices[*].block_ids`: write into the rows' block tables
-5. `copies`: copy whole KV blocks (copy-on-write), before anything is written by this step
-6. `forks`: the child's row becomes a copy of the parent's, block table included
-7. forward over the token slices
-8. sample for `slices[*].samples`, and append each sampled token to its row
+5. `discards`, `saves`, `swaps_out`: delete files; copy KV blocks, as they stood before the step, to files and
+   to the host
+6. `copies`: copy whole KV blocks (copy-on-write), before anything is written by this step
+7. `swaps_in`, `loads`: copy KV blocks from the host, among them what step 5 put there, and from files
+8. `forks`: the child's row becomes a copy of the parent's, block table included
+9. forward over the token slices
+10. sample for `slices[*].samples`, and append each sampled token to its row
 
 Only the scheduler builds plans, on the engine thread; only an `Executor` reads them. What every sequence has
 one of in every step is a named tuple, which is made in a third of the time of a frozen dataclass.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -96,6 +100,26 @@ class BlockCopy:
     destination: int
 
 
+class Swap(NamedTuple):
+    """One KV block, and the slot of host memory that gets its content, or has what it gets.
+
+    In a plan no slot is written twice, nor written when `swaps_in` reads what it had before.
+    """
+
+    block_id: int
+    slot: int
+
+
+class BlockFile(NamedTuple):
+    """One KV block, and the file of the prefix cache's directory that gets its content, or has what it gets.
+
+    A file is named by its block's digest, in hexadecimal digits.
+    """
+
+    block_id: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step_id: int
@@ -105,6 +129,11 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     finished: tuple[int, ...] = ()
     choices: tuple[Choice, ...] = ()
+    swaps_out: tuple[Swap, ...] = ()
+    swaps_in: tuple[Swap, ...] = ()
+    saves: tuple[BlockFile, ...] = ()
+    loads: tuple[BlockFile, ...] = ()
+    discards: tuple[str, ...] = ()  # digests of files that are to be deleted
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +185,7 @@ class StepResult:
     sample_s: float = 0.0  # from there until the tokens are
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
+    swap_s: float = 0.0  # that `swaps_out` and `swaps_in` took, in none of the other times
 
 
 class Executor(Protocol):
@@ -169,10 +199,16 @@ class Executor(Protocol):
     def num_blocks(self) -> int:
         """KV blocks that exist."""
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Slots of host memory, each for the content of one KV block."""
+
     def submit(self, plan: StepPlan) -> None:
         """Takes a step on. Raises `StepFailed`, like `collect`."""
 
     def collect(self) -> StepResult:
         """Waits for the oldest submitted step. Raises `StepFailed`: that step's sequences are lost."""
 
-    def close(self) -> None: ...
+    def close(self, keep: Iterable[BlockFile] = (), discards: Iterable[str] = ()) -> None:
+        """No more steps come. Blocks to `keep` are saved as far as a few seconds allow, the first ones first;
+        files to discard are deleted."""

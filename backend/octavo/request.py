@@ -268,6 +268,14 @@ class Request:
     arrived_s: float = field(default_factory=time.monotonic)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the ways to write `params.bad_words` in tokens
     embed: PoolingParams | None = None  # the prompt is to become a vector, not to be continued
+    # Content of its blocks that was read from files, by digest: until the scheduler has put it into a plan.
+    stored: dict[bytes, object] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt must be computed, though a cache holds the KV blocks of some."""
+        means = self.embed is not None and self.embed.pooling == "mean"
+        return means or self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Machine(Programs):
         extra_budget=st.sampled_from([0, 1, 3, 10, 60]),
         sequences_of_blocks=st.integers(1, 4),
         spare_blocks=st.sampled_from([0, 1, 4]),
+        num_host_blocks=st.sampled_from([0, 1, 3, 60]),
         caching=st.booleans(),
         chunked=st.booleans(),
         fair=st.booleans(),
@@ -187,6 +188,7 @@ class Machine(Programs):
         extra_budget: int,
         sequences_of_blocks: int,
         spare_blocks: int,
+        num_host_blocks: int,
         caching: bool,
         chunked: bool,
         fair: bool,
@@ -194,6 +196,7 @@ class Machine(Programs):
         length = 20
         self.run = Run(
             num_blocks=sequences_of_blocks * -(-length // block_size) + spare_blocks,
+            num_host_blocks=num_host_blocks,
             block_size=block_size,
             max_model_len=length,
             max_num_seqs=max_num_seqs,

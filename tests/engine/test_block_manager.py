@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.engine.block_manager import Allocation, Appended, BlockManager
 from octavo.engine.sequence import Sequence
-from octavo.protocol import RowSampling
+from octavo.protocol import BlockCopy, RowSampling
 from octavo.request import Request
 
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0)
@@ -182,22 +182,32 @@ def test_can_append_counts_new_blocks_and_all_copies_but_the_last_writers() -> N
 
 
 class Machine(RuleBasedStateMachine):
-    """Random programs of allocate, append, fork and free, with the content of every block tracked."""
+    """Random programs of allocate, append, fork and free, with the content of every block tracked, on the
+    device and on the host. Each operation is a step; those that take blocks may fail."""
 
     @initialize(
-        num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 3, 8]), caching=st.booleans()
+        num_blocks=st.integers(1, 24),
+        block_size=st.sampled_from([1, 2, 3, 8]),
+        caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 1, 4, 40]),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.manager = BlockManager(num_blocks, block_size, caching)
+    def start(self, num_blocks: int, block_size: int, caching: bool, num_host_blocks: int) -> None:
+        self.manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
         self.size = block_size
         self.live: list[Sequence] = []
         self.content: dict[int, list[tuple[int, ...]]] = {}  # block -> the prefix stored in each of its slots
+        self.host: dict[int, list[tuple[int, ...]]] = {}  # the same by host slot
+        self.full: dict[bytes, list[tuple[int, ...]]] = {}  # what a block of that hash holds
         self.count = 0
         self.parents: dict[bytes, bytes] = {}  # of the hashes of blocks
         self.freed: dict[bytes, int] = {}  # when a sequence that had the content was freed last
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
-    def allocate(self, tokens: list[int], salt: str | None) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from([None, "s"]),
+        fails=st.booleans(),
+    )
+    def allocate(self, tokens: list[int], salt: str | None, fails: bool) -> None:
         self.count += 1
         seq = sequence(tokens, self.count, salt)
         fits = self.manager.can_allocate(seq)
@@ -205,25 +215,32 @@ class Machine(RuleBasedStateMachine):
             assert fits is Allocation.NEVER
         if fits is not Allocation.NOW:
             return
+        self.manager.host.open()
+        known = self.manager.num_cached_tokens(seq)
         seq.num_computed_tokens = self.manager.allocate(seq)
-        assert seq.num_computed_tokens < len(tokens)
+        assert seq.num_computed_tokens == known < len(tokens)
+        self.live.append(seq)
+        if not self.move(fails=fails):
+            self.free_one(seq)
+            return
         self.check_content(seq)
         self.write(seq, seq.num_uncomputed_tokens)
-        self.live.append(seq)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5), fails=st.booleans())
+    def append(self, data: st.DataObject, tokens: list[int], fails: bool) -> None:
         seq = data.draw(st.sampled_from(self.live))
+        self.manager.host.open()
         free = self.manager.num_free_blocks
         table = seq.block_table.copy()
         appended = self.manager.append(seq, len(tokens))
         if appended is None:
             assert (seq.block_table, self.manager.num_free_blocks) == (table, free)
             return
+        if not self.move(appended.copy, fails=fails):
+            self.free_one(seq)
+            return
         seq.token_ids.extend(tokens)
-        if appended.copy:
-            self.content[appended.copy.destination] = self.content[appended.copy.source].copy()
         assert len(seq.block_table) == -(-seq.num_tokens // self.size)
         assert free - self.manager.num_free_blocks == len(appended.block_ids)
         self.check_content(seq)
@@ -244,11 +261,38 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
+        self.free_one(data.draw(st.sampled_from(self.live)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.live))
+        self.manager.distrust(seq)
+        assert not any(self.manager._hashes[block_id] for block_id in seq.block_table)
+        assert not set(seq.block_hashes) & set(self.manager.host._slots)
+        self.free_one(seq)
+
+    def free_one(self, seq: Sequence) -> None:
         self.count += 1
         self.freed.update(dict.fromkeys(seq.block_hashes[: seq.num_committed_blocks], self.count))
         self.manager.free(seq)
         self.live.remove(seq)
+
+    def move(self, copy: BlockCopy | None = None, *, fails: bool) -> bool:
+        """The step's copies. One that fails leaves anything where it was to write. Returns whether it ran."""
+        swaps_out, swaps_in = self.manager.host.swaps()
+        assert len({swap.slot for swap in swaps_out}) == len(swaps_out)
+        for block_id, slot in swaps_out:
+            self.host[slot] = [] if fails else self.content[block_id].copy()
+        if copy:
+            self.content[copy.destination] = [] if fails else self.content[copy.source].copy()
+        for block_id, slot in swaps_in:
+            self.content[block_id] = [] if fails else self.host[slot].copy()
+        if fails:
+            self.manager.host.open()
+        else:
+            self.manager.host.confirm()
+        return not fails
 
     def write(self, seq: Sequence, num_tokens: int) -> None:
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
@@ -258,6 +302,8 @@ class Machine(RuleBasedStateMachine):
             slots.append(self.prefix(seq, position))
         seq.num_computed_tokens += num_tokens
         self.manager.commit(seq)
+        for index, digest in enumerate(seq.block_hashes[: seq.num_committed_blocks]):
+            self.full[digest] = self.content[seq.block_table[index]].copy()
         self.parents.update(pairwise(reversed(seq.block_hashes)))
 
     def prefix(self, seq: Sequence, position: int) -> tuple[int, ...]:
@@ -273,6 +319,10 @@ class Machine(RuleBasedStateMachine):
         self.manager.check_integrity(self.live)
         for seq in self.live:
             self.check_content(seq)
+        for digest, slot in self.manager.host._slots.items():
+            assert self.host[slot] == self.full[digest]
+        for digest, block_id in self.manager._cached.items():
+            assert self.content[block_id] == self.full[digest]
 
     @invariant()
     def the_least_recently_used_go_first_and_leaves_before_what_they_hang_on(self) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,16 @@ def test_generate_raises_what_is_wrong_with_a_prompt_before_anything_runs(engine
     with pytest.raises(InvalidArgument, match="give a list of prompts"):
         engine.generate("a")
     assert not engine.has_work
+
+
+def test_a_priority_where_the_policy_knows_none_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.make_request("r", PROMPTS[0], priority=-1).priority == -1
+    monkeypatch.setattr(engine, "config", replace(engine.config, scheduling_policy="fcfs"))
+    with pytest.raises(InvalidArgument, match="scheduling_policy is 'fcfs', which knows none"):
+        engine.make_request("r", PROMPTS[0], priority=-1)
+    assert engine.make_request("r", PROMPTS[0]).priority == 0
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from octavo import Engine, SamplingParams
 from octavo.engine.offline import Completion
 from octavo.errors import Cancelled, StepFailed, Unavailable
-from octavo.protocol import Executor, StepPlan, StepResult
+from octavo.protocol import BlockFile, Executor, StepPlan, StepResult
 from octavo.request import TextDelta
 from tiny import EOS
 from tiny_engine import tiny_engine
@@ -48,10 +48,14 @@ class ThreadedExecutor:
         self._log.append(f"collect {outcome.step_id}")
         return outcome
 
-    def close(self) -> None:
+    @property
+    def num_host_blocks(self) -> int:
+        return self._inner.num_host_blocks
+
+    def close(self, keep: Iterable[BlockFile] = (), discards: Iterable[str] = ()) -> None:
         self._plans.put(None)
         self._thread.join()
-        self._inner.close()
+        self._inner.close(keep, discards)
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:

@@ -233,6 +233,8 @@ class Machine(Programs):
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.sampled_from([0, 1, 3, 10, 60]),
         spare_blocks=st.sampled_from([0, 1, 4, 30]),
+        num_host_blocks=st.sampled_from([0, 1, 3, 60]),
+        has_directory=st.booleans(),
         caching=st.booleans(),
         chunked=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "sjf"]),
@@ -243,6 +245,8 @@ class Machine(Programs):
         max_num_seqs: int,
         extra_budget: int,
         spare_blocks: int,
+        num_host_blocks: int,
+        has_directory: bool,
         caching: bool,
         chunked: bool,
         policy: str,
@@ -250,6 +254,8 @@ class Machine(Programs):
         length = 24
         self.run = Run(
             num_blocks=-(-length // block_size) + spare_blocks,
+            num_host_blocks=num_host_blocks,
+            has_directory=has_directory and caching,
             block_size=block_size,
             max_model_len=length,
             max_num_seqs=max_num_seqs,

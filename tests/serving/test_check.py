@@ -194,6 +194,27 @@ def test_machines_get_one_object(model: MakeModel, capsys: pytest.CaptureFixture
     assert found["models"][0]["versions"][0]["capacity"]["num_blocks"] == 32
 
 
+def test_host_memory_for_evicted_blocks_is_told(model: MakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = model(swap_space=0.001)
+    status, text, _ = run(str(repository), capsys=capsys)
+    assert status == 0
+    told = " ".join(text.split())
+    assert "host memory 87 more blocks, for those that are evicted, limited by swap_space = 1.0 MiB" in told
+
+
+def test_the_prefix_caches_directory_is_told_with_what_fits(
+    model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"prefix_cache_dir": f"{tmp_path}/cache"}
+    model("roomy", **stored, prefix_cache_disk_gib=1.5)
+    repository = model("tight", **stored, prefix_cache_disk_gib=1e-5)
+    status, text, errors = run(str(repository), capsys=capsys)
+    assert status == 1
+    assert f"directory {tmp_path}/cache; at most 1.50 GiB = 2,097,152 tokens" in " ".join(text.split())
+    assert "tight: version 1: 'prefix_cache_disk_gib' is 1e-05; this model's KV blocks have 12,288" in errors
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [

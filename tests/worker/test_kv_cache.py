@@ -38,6 +38,24 @@ MODEL = ModelConfig(
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["numpy", "torch"])
+def test_a_block_goes_out_as_bytes_and_another_one_gets_them(dtype: torch.dtype, by_torch: bool) -> None:
+    cache = KVCache(MODEL, 5, 8, dtype, CPU)
+    cache._data.view(torch.uint8).random_()
+    if by_torch:  # as on other devices
+        cache._bytes = None
+    before = cache._data.view(torch.uint8).clone()
+    content = cache.content(1)
+    assert content.nbytes == block_bytes(MODEL, 8, dtype)
+    cache.set_content(3, content)
+    after = cache._data.view(torch.uint8)
+    assert torch.equal(after[:, :, 3], before[:, :, 1])
+    assert torch.equal(after[:, :, [0, 1, 2, 4]], before[:, :, [0, 1, 2, 4]])
+    cache._data.view(torch.uint8).zero_()
+    assert content.any()  # a copy
+
+
 def size_of(available: int = 8 * GIB, **options: Any) -> CacheSize:
     config = EngineConfig(model="m", **{"max_model_len": 1024, "block_size": 16, **options})
     return cache_size(config, BLOCK_BYTES, CPU, lambda: None, available=lambda: available)

@@ -11,6 +11,10 @@ from octavo.engine.block_manager import Allocation, BlockManager
 from octavo.engine.sequence import Sequence
 from octavo.engine.waiting_line import WaitingLine
 
+# The share of blocks that an admission leaves free for running sequences to grow into. `choose_defaults.py`
+# compares others.
+WATERMARK = 0.01
+
 
 def seats(sequences: Iterable[Sequence]) -> int:
     """How many of `max_num_seqs` they take: a sequence also those of the children that will fork off it, so
@@ -19,15 +23,14 @@ def seats(sequences: Iterable[Sequence]) -> int:
 
 
 class Admission:
-    """`watermark` is the share of blocks that an admission leaves free for running sequences to grow into;
-    without it a newcomer would take the last block and be preempted a step later."""
+    """Without a `watermark` a newcomer would take the last block and be preempted a step later."""
 
     def __init__(
         self,
         block_manager: BlockManager,
         max_num_seqs: int,
         line: WaitingLine,
-        watermark: float = 0.01,
+        watermark: float = WATERMARK,
     ) -> None:
         self._blocks = block_manager
         self._max_num_seqs = max_num_seqs
@@ -58,10 +61,11 @@ class Admission:
 
         `seats_taken` are those of all that run. One with more than `most_tokens` stays in line (for when it
         cannot be computed in chunks; beams that resume together can always be, since together they may have
-        more tokens than any step). So does a team of more than `most_sequences`.
+        more tokens than any step). So does a team of more than `most_sequences`, and everyone once this step
+        copies enough from files.
         """
         head = self._head()
-        if head is None:
+        if head is None or not self._blocks.disk.takes_more:
             return None
         team = head.team
         if most_tokens is not None and head.num_tokens > most_tokens and len(team) == 1:

@@ -8,20 +8,28 @@ Invariants, checked by `check_integrity`:
 - a reference count is the number of block tables that hold the block;
 - a block with a hash is full, never written again, and is the one that the prefix cache names for it;
 - slots from a sequence's `num_computed_tokens` up to its `num_writable_tokens` are in blocks of its own;
-- a hash is coming when a sequence has a block for it that it has yet to fill.
+- a hash is coming when a sequence has a block for it that it has yet to fill, or that is yet to be copied in.
+
+Evicted blocks may live on in host memory (`host_blocks.py`): `allocate` takes them from there where the
+device's part of the cache ends. A block that is copied in is published like one that is computed, when its
+step has run.
 
 The free list is ordered by who is evicted first: blocks that hold nothing reusable, then cached blocks by
 last use, the tail of a sequence before its head, so that a shared prefix outlives what followed it.
 """
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
+from octavo.engine.disk_blocks import DiskBlocks
+from octavo.engine.host_blocks import HostBlocks
 from octavo.engine.sequence import Sequence
-from octavo.protocol import BlockCopy
+from octavo.protocol import BlockCopy, BlockFile
+from octavo.request import Request
 
 # Versions the hash: instances and stored caches that disagree on it must not share blocks.
 _HASH_KEY = b"octavo-kv-1"
@@ -46,11 +54,21 @@ _NOTHING = Appended(0, ())
 
 
 class BlockManager:
-    """`num_blocks` blocks of `block_size` tokens. All operations are O(blocks touched)."""
+    """`num_blocks` blocks of `block_size` tokens, and host memory for `num_host_blocks` evicted ones, where
+    without prefix caching nothing ever goes. All operations are O(blocks touched)."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        has_directory: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.host = HostBlocks(num_host_blocks)
+        self.disk = DiskBlocks(has_directory)
         self._caching = enable_prefix_caching
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -84,20 +102,27 @@ class BlockManager:
 
     def num_missing_blocks(self, seq: Sequence) -> int:
         """How many blocks `allocate` would take off the free list, at most: others may bring in a prefix."""
-        in_use = sum(self._ref_counts[block_id] > 0 for block_id in self._cached_prefix(seq))
+        in_use = sum(self._ref_counts[block_id] > 0 for block_id in self._cached_prefix(self._reusable(seq)))
         return self.blocks_for(seq.num_tokens) - in_use
 
     def allocate(self, seq: Sequence) -> int:
         """Gives a waiting sequence blocks for all its tokens, cached ones first.
 
-        Returns how many leading tokens the cache holds; at least one token is always left to compute,
-        since its logits are needed. Call only after `can_allocate` said NOW.
+        Returns how many leading tokens the cache holds, the host's and the directory's part included; at
+        least one token is always left to compute, since its logits are needed. Call only after `can_allocate`
+        said NOW.
         """
         assert not seq.block_table
-        hits = self._cached_prefix(seq)
+        digests = self._reusable(seq)
+        hits = self._cached_prefix(digests)
         for block_id in hits:
             self._reference(block_id)
+        self.disk.use(digests, hits)
+        slots = self.host.hold(digests[len(hits) :])  # before any block is taken, which may evict to the host
         fresh = [self._take() for _ in range(self.blocks_for(seq.num_tokens) - len(hits))]
+        self.host.load(slots, fresh)
+        num_known = len(hits) + len(slots)
+        num_known += self.disk.load(digests[num_known:], fresh[len(slots) :], seq.request.stored)
         seq.block_table.extend(hits + fresh)
         seq.num_committed_blocks = len(hits)
         seq.num_writable_tokens = len(seq.block_table) * self.block_size
@@ -107,19 +132,40 @@ class BlockManager:
             for digest in seq.block_hashes[len(hits) : full]:
                 if digest not in self._cached:
                     self._coming.setdefault(digest, seq)
-        return len(hits) * self.block_size
+        return num_known * self.block_size
 
     def num_cached_tokens(self, seq: Sequence) -> int:
         """How many leading tokens of a waiting sequence `allocate` would find in the cache now."""
-        return len(self._cached_prefix(seq)) * self.block_size
+        digests = self._reusable(seq)
+        num_known = len(self._cached_prefix(digests))
+        num_known += self.host.count(digests[num_known:])
+        num_known += self.disk.count(digests[num_known:], seq.request.stored)
+        return num_known * self.block_size
+
+    def missing(self, request: Request) -> list[bytes]:
+        """The hashes of a prompt's blocks that it may take from a cache, from the first on that neither the
+        device nor the host has. Any thread: the answer may be old when it is given, and only tells what to
+        read ahead."""
+        if not self._caching or request.needs_whole_prompt:
+            return []
+        hashes: list[bytes] = []
+        tokens = array("i", request.prompt_token_ids)
+        _extend(hashes, tokens, request.cache_salt, self.block_size, (len(tokens) - 1) // self.block_size)
+        held = (digest in self._cached or self.host.has(digest) for digest in hashes)
+        first = next((index for index, is_held in enumerate(held) if not is_held), len(hashes))
+        return hashes[first:]
+
+    def cached_blocks(self) -> list[BlockFile]:
+        """All that a prompt can reuse on the device and nobody holds, what was used last first, heads before
+        tails."""
+        named = ((block_id, self._hashes[block_id]) for block_id in reversed(list(self._free)))
+        return [BlockFile(block_id, digest.hex()) for block_id, digest in named if digest is not None]
 
     def awaits(self, seq: Sequence) -> bool:
-        """Whether a running sequence is about to fill the first block that the cache lacks for this one."""
-        if not self._coming or seq.needs_whole_prompt:
+        """Whether a running sequence is about to fill the first block that the device lacks for this one."""
+        if not self._coming:
             return False
-        usable = (seq.num_tokens - 1) // self.block_size
-        self._extend_hashes(seq, usable)
-        missing = (digest for digest in seq.block_hashes[:usable] if digest not in self._cached)
+        missing = (digest for digest in self._reusable(seq) if digest not in self._cached)
         return next(missing, None) in self._coming
 
     def append(self, seq: Sequence, num_tokens: int) -> Appended | None:
@@ -194,6 +240,8 @@ class BlockManager:
         """Takes a sequence's blocks out of the prefix cache: what they hold may be wrong (a NaN)."""
         for block_id in seq.block_table:
             self._uncache(block_id)
+        self.host.discard(seq.block_hashes)
+        self.disk.discard(seq.block_hashes)
 
     def free(self, seq: Sequence) -> None:
         self._forget_coming(seq, seq.block_hashes[seq.num_committed_blocks :])
@@ -226,6 +274,7 @@ class BlockManager:
                 assert self._cached.get(digest) == block_id, f"block {block_id}: prefix cache"
         assert len(self._cached) == sum(digest is not None for digest in self._hashes)
         assert len(self._coming) == num_coming, "nobody is about to fill a block that is said to be coming"
+        self.host.check_integrity()
 
     def _reference(self, block_id: int) -> None:
         if self._ref_counts[block_id] == 0:
@@ -242,28 +291,37 @@ class BlockManager:
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
-        self._uncache(block_id)
+        digest = self._uncache(block_id)
+        if digest is not None:
+            self.host.save(digest, block_id)
+        self.disk.reuse(block_id, digest)
         self._ref_counts[block_id] = 1
         return block_id
 
-    def _uncache(self, block_id: int) -> None:
+    def _uncache(self, block_id: int) -> bytes | None:
+        """Returns what it was named."""
         digest = self._hashes[block_id]
         if digest is not None:
             del self._cached[digest]
             self._hashes[block_id] = None
+        return digest
 
     def _forget_coming(self, seq: Sequence, hashes: Iterable[bytes]) -> None:
         for digest in hashes:
             if self._coming.get(digest) is seq:
                 del self._coming[digest]
 
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
+    def _reusable(self, seq: Sequence) -> list[bytes]:
+        """The hashes of its leading blocks that it may take from a cache."""
         if not self._caching or seq.needs_whole_prompt:
             return []
         usable = (seq.num_tokens - 1) // self.block_size
         self._extend_hashes(seq, usable)
+        return seq.block_hashes[:usable]
+
+    def _cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
         hits = []
-        for digest in seq.block_hashes[:usable]:
+        for digest in digests:
             block_id = self._cached.get(digest)
             if block_id is None:
                 break
@@ -271,12 +329,18 @@ class BlockManager:
         return hits
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        size, hashes = self.block_size, seq.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else _root_hash(seq.request.cache_salt or "")
-            digest = blake2b(parent, digest_size=16, key=_HASH_KEY)
-            digest.update(seq.token_ids[index * size : (index + 1) * size])
-            hashes.append(digest.digest())
+        _extend(seq.block_hashes, seq.token_ids, seq.request.cache_salt, self.block_size, num_blocks)
+
+
+def _extend(
+    hashes: list[bytes], token_ids: "array[int]", salt: str | None, block_size: int, num_blocks: int
+) -> None:
+    """Makes the hashes of a text's leading blocks `num_blocks`."""
+    for index in range(len(hashes), num_blocks):
+        parent = hashes[-1] if hashes else _root_hash(salt or "")
+        digest = blake2b(parent, digest_size=16, key=_HASH_KEY)
+        digest.update(token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(digest.digest())
 
 
 def _root_hash(salt: str) -> bytes:

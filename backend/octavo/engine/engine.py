@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig, resolve
@@ -23,13 +24,18 @@ from octavo.engine.block_manager import BlockManager
 from octavo.engine.delivery import Delivery
 from octavo.engine.metrics import EngineStats, StepLog
 from octavo.engine.offline import Completion, generate
+from octavo.engine.policy import check_priority
+from octavo.engine.prefix_reader import PrefixReader
+from octavo.engine.recording import Recorder
 from octavo.engine.scheduler import Scheduler, SequenceOutput
+from octavo.engine.token_choice import check_choice, check_ids
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import Cancelled, DeadlineExceeded, InvalidArgument, OctavoError, PromptTooLong, StepFailed
 from octavo.models.model_config import ModelConfig
-from octavo.protocol import StepPlan
+from octavo.protocol import Executor, StepPlan
 from octavo.request import PoolingParams, Request, SamplingParams, Sink
 from octavo.weights.loader import open_checkpoint
+from octavo.worker.disk_tier import DiskCounts
 from octavo.worker.executor import LocalExecutor
 
 log = logging.getLogger("octavo")
@@ -48,10 +54,24 @@ class Engine:
         self.model_config = ModelConfig.from_dict(checkpoint.config())
         self.config = config = config.for_model(self.model_config.max_positions)
         self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
-        self._executor = LocalExecutor(config, checkpoint, self.model_config)
+        executor = LocalExecutor(config, checkpoint, self.model_config)
+        self._kv_limit, self._host_limit = executor.kv_limit, executor.host_limit
+        self._executor: Executor = executor
+        self.recording: Path | None = None  # where its steps go, if anywhere
+        if config.record_steps is not None:
+            self._executor = recorder = Recorder(executor, config)
+            self.recording = recorder.path
         self._blocks = BlockManager(
-            self._executor.num_blocks, config.block_size, config.enable_prefix_caching
+            executor.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            executor.num_host_blocks,
+            executor.directory is not None,
         )
+        self._directory = executor.directory
+        self._reader = PrefixReader(self._blocks, executor.directory) if executor.directory else None
+        self._is_sound = True
+        self._block_bytes = executor.block_bytes
         self._eos = self.tokenizer.eos_token_ids or self.model_config.eos_token_ids
         self._scheduler = Scheduler(config, self._blocks, self._eos)
         self._deliveries: dict[str, Delivery] = {}  # by request id
@@ -65,10 +85,16 @@ class Engine:
         """The one line that tells an operator what fits."""
         num_tokens = self._blocks.num_blocks * self.config.block_size
         assert self.config.max_model_len is not None
+        host = ""
+        if self._blocks.host.num_blocks or self.config.swap_space:
+            host = f"; {self._blocks.host.num_blocks} more in host memory, limited by {self._host_limit}"
+        disk = ""
+        if self.config.prefix_cache_dir is not None:
+            disk = f"; {self.config.prefix_cache_disk_gib} GiB of files in {self.config.prefix_cache_dir}"
         return (
             f"KV cache: {self._blocks.num_blocks} blocks of {self.config.block_size} = {num_tokens} tokens = "
             f"{num_tokens / self.config.max_model_len:.1f} requests at max_model_len "
-            f"({self.config.max_model_len}); limited by {self._executor.kv_limit}"
+            f"({self.config.max_model_len}); limited by {self._kv_limit}{host}{disk}"
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -106,12 +132,18 @@ class Engine:
         if arrived_s is None:
             arrived_s = time.monotonic()
         params = params or SamplingParams()
+        if embed and params != SamplingParams():
+            raise InvalidArgument("a prompt that is embedded is not continued: give no sampling parameters")
+        check_priority(self.config.scheduling_policy, priority)
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         self._scheduler.check(len(ids), params, embeds=embed is not None)
-        self._check_vocabulary("input" if embed else "input_ids", ids, params)
+        vocab_size = self.model_config.vocab_size
+        check_ids("input" if embed else "input_ids", ids, params, vocab_size)
         most = self.model_config.hidden_size
         if embed and embed.dimensions is not None and not 1 <= embed.dimensions <= most:
             raise InvalidArgument(f"'dimensions' is {str(embed.dimensions)[:80]}; allowed: 1 to {most}")
+        bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+        check_choice(params, bad_words, self._eos, vocab_size)
         return Request(
             id,
             tuple(map(int, ids)),
@@ -121,33 +153,19 @@ class Engine:
             cache_salt,
             tenant,
             arrived_s,
-            bad_word_ids(self.tokenizer, params.bad_words),
+            bad_words,
             embed,
         )
 
-    def _check_vocabulary(self, prompt_name: str, ids: Items[int], params: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        named = {
-            prompt_name: ids,
-            "stop_token_ids": params.stop_token_ids,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "logit_bias": tuple(params.logit_bias),
-        }
-        for name, tokens in named.items():
-            bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
-            if bad is not None:
-                raise InvalidArgument(f"'{name}' holds {str(bad)[:80]}; allowed: 0 to {vocab_size - 1}")
-        num_allowed = len(params.allowed_token_ids or ())
-        if num_allowed > vocab_size:
-            raise InvalidArgument(
-                f"'allowed_token_ids' has {num_allowed} ids; the vocabulary has {vocab_size}"
-            )
-        num_ends = len(params.stop_token_ids) + len(self._eos)
-        if params.use_beam_search and params.num_sequences + num_ends > vocab_size:
-            raise InvalidArgument(
-                f"a beam search of width {params.num_sequences} needs as many tokens that do not end it; the "
-                f"vocabulary has {vocab_size}, and up to {num_ends} are stop tokens: lower 'beam_width'"
-            )
+    def expects_stored(self, request: Request) -> bool:
+        """Whether `read_stored` is likely to find anything. Any thread."""
+        return self._reader is not None and self._reader.expects(request)
+
+    def read_stored(self, request: Request) -> None:
+        """Reads what the prefix cache's directory has of a prompt, for a second at most; what it has not is
+        computed. Call before `add`, if at all. Any thread that can be kept waiting."""
+        if self._reader is not None:
+            self._reader.read(request)
 
     @property
     def has_work(self) -> bool:
@@ -188,6 +206,7 @@ class Engine:
 
     def answer_all(self, error: OctavoError) -> None:
         """Ends every request without touching the scheduler: for an engine that will not run again."""
+        self._is_sound = False
         for delivery in self._deliveries.values():
             delivery.fail(error)
         self._deliveries.clear()
@@ -222,6 +241,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         counters = self._scheduler.counters
+        disk = DiskCounts() if self._directory is None else self._directory.counts()
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -235,18 +255,34 @@ class Engine:
             preemptions_total=counters.preemptions,
             prefix_queries_total=counters.prefix_queries,
             prefix_hits_total=counters.prefix_hits,
+            block_copies_total=counters.block_copies,
             steps_total=self.steps.num_steps,
             step_s_total=self.steps.duration_s,
             forward_s_total=self.steps.forward_s,
             sample_s_total=self.steps.sample_s,
             requests_finished=dict(self._finished),
+            num_host_blocks=self._blocks.host.num_blocks,
+            num_used_host_blocks=self._blocks.host.num_used_blocks,
+            host_hits_total=self._blocks.host.num_swapped_in * self._blocks.block_size,
+            swapped_out_bytes_total=self._blocks.host.num_swapped_out * self._block_bytes,
+            swapped_in_bytes_total=self._blocks.host.num_swapped_in * self._block_bytes,
+            disk_hits_total=self._blocks.disk.num_loaded * self._blocks.block_size,
+            disk_loaded_bytes_total=self._blocks.disk.num_loaded * self._block_bytes,
+            disk_saved_bytes_total=disk.saved * self._block_bytes,
+            disk_dropped_blocks_total=disk.dropped,
+            disk_damaged_files_total=disk.damaged,
         )
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        self._executor.close()
+        """Saves what is in the prefix cache where that has a directory, as far as a few seconds allow."""
+        if self._directory is None:
+            self._executor.close()
+        else:
+            keep = self._blocks.cached_blocks() if self._is_sound else ()
+            self._executor.close(keep, self._blocks.disk.take_discards())
 
     def generate(
         self,

@@ -28,11 +28,22 @@ class EngineStats:
     preemptions_total: int
     prefix_queries_total: int
     prefix_hits_total: int
+    block_copies_total: int
     steps_total: int
     step_s_total: float
     forward_s_total: float
     sample_s_total: float
     requests_finished: dict[str, int]  # by how they ended: stop, length, abort, error
+    num_host_blocks: int = 0  # slots of host memory for blocks that were evicted
+    num_used_host_blocks: int = 0
+    host_hits_total: int = 0  # tokens, of the prefix hits those that were copied from there
+    swapped_out_bytes_total: int = 0
+    swapped_in_bytes_total: int = 0
+    disk_hits_total: int = 0  # tokens, of the prefix hits those that came from the prefix cache's directory
+    disk_loaded_bytes_total: int = 0
+    disk_saved_bytes_total: int = 0
+    disk_dropped_blocks_total: int = 0  # not saved, since the disk was behind or refused
+    disk_damaged_files_total: int = 0
 
 
 class Step(NamedTuple):

@@ -61,6 +61,8 @@ def generate(
         engine.make_request(f"offline-{index}", prompt, p)
         for index, (prompt, p) in enumerate(zip(prompts, each, strict=True))
     ]
+    for request in requests:
+        engine.read_stored(request)
     completions = [
         Completion(prompt, request.prompt_token_ids, [Output() for _ in range(request.params.n)])
         for prompt, request in zip(prompts, requests, strict=True)

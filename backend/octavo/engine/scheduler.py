@@ -9,13 +9,14 @@ tokens as the token budget allows. One rule thereby covers chunked prefill, pref
 """
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
-from octavo.engine.admission import Admission, seats
+from octavo.engine.admission import WATERMARK, Admission, seats
 from octavo.engine.beam_search import BeamGroup
 from octavo.engine.block_manager import Appended, BlockManager
 from octavo.engine.draft import Draft
@@ -24,6 +25,8 @@ from octavo.engine.pace import Pace
 from octavo.engine.reception import Reception
 from octavo.engine.row_sampling import take_prompt_logprobs
 from octavo.engine.sequence import Sequence
+from octavo.engine.step_times import StepTimes
+from octavo.engine.swap_choice import SwapChoice
 from octavo.engine.waiting_line import FairLine, RankedLine, WaitingLine
 from octavo.protocol import (
     NewSequence,
@@ -51,6 +54,9 @@ class SequenceOutput(NamedTuple):
     embedding: tuple[float, ...] | None = None  # of a prompt that was to become one
 
 
+_output_of = partial(tuple.__new__, SequenceOutput)  # in half the time that its own constructor takes
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start, read by `Engine.stats`."""
@@ -61,18 +67,33 @@ class Counters:
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    block_copies: int = 0
 
 
 class Scheduler:
     def __init__(
-        self, config: EngineConfig, block_manager: BlockManager, eos_token_ids: Collection[int] = ()
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        eos_token_ids: Collection[int] = (),
+        watermark: float = WATERMARK,
     ) -> None:
         assert config.max_model_len is not None
         self._max_model_len = config.max_model_len
         self._most_tokens = config.max_num_batched_tokens
         self._pace: Pace | None = None
+        times = StepTimes()
         if config.target_itl_ms is not None:
             self._pace = Pace(config.target_itl_ms / 1e3, config.max_num_seqs, self._most_tokens)
+            times = self._pace.times
+        choice = SwapChoice(config.preemption_mode, block_manager.block_size, times)
+        block_manager.host.choice = self._swap_choice = choice
+        # Who wants to know how long steps take.
+        self._note_time: Callable[[int, float], None] | None = None
+        if self._pace is not None:
+            self._note_time = self._pace.note
+        elif choice.is_auto and block_manager.host.num_blocks:
+            self._note_time = times.note
         self._chunked = config.enable_chunked_prefill
         self._max_num_seqs = config.max_num_seqs
         self._blocks = block_manager
@@ -80,7 +101,7 @@ class Scheduler:
         fair_line = FairLine() if config.fair_scheduling else None
         self._charge = fair_line.charge if fair_line is not None else None
         line: WaitingLine = RankedLine() if fair_line is None else fair_line
-        self._admission = Admission(block_manager, config.max_num_seqs, line)
+        self._admission = Admission(block_manager, config.max_num_seqs, line, watermark)
         self._live: dict[int, Sequence] = {}  # all that have not finished, unborn children too
         # By rank, or else one tenant's priority would throw another's requests out again and again.
         self._order = _rank if fair_line is None else _arrival
@@ -117,6 +138,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed."""
+        self._blocks.host.open()
+        self._blocks.disk.open()
         budget = self._most_tokens if self._pace is None else self._pace.budget
         draft = Draft(budget, self._blocks, self._charge)
         preempted = self._continue_running(draft)
@@ -128,13 +151,18 @@ class Scheduler:
             return None
         self._num_steps += 1
         self._computed_tokens += budget - draft.budget
+        self.counters.block_copies += len(draft.copies)
         dropped, self._dropped = self._dropped, []
         return draft.plan(self._num_steps, dropped)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Takes a step's result: advances, commits and finishes its sequences."""
-        if self._pace is not None:
-            self._pace.note(plan.num_tokens, result.forward_s + result.sample_s)
+        if self._note_time is not None:
+            self._note_time(plan.num_tokens, result.forward_s + result.sample_s)
+        if plan.swaps_out or plan.swaps_in:
+            self._take_swaps(plan, result.swap_s)
+        if plan.swaps_in or plan.loads:
+            self._publish_known(plan)
         live, results = self._live, iter(result.sequences)
         commit, block_size = self._blocks.commit, self._blocks.block_size
         for part in result.prompt_logprobs:
@@ -212,17 +240,18 @@ class Scheduler:
                         return True
                     continue
                 draft.choices.extend(seq.beams.take_choices())
-            length = min(len(seq.token_ids) - seq.num_computed_tokens, 1 + draft.budget)
+            length = len(seq.token_ids) - seq.num_computed_tokens
             if length == 0:  # a beam that is ahead of the others
                 draft.budget += 1
                 index += 1
                 continue
+            if length > 1:
+                length = min(length, 1 + draft.budget)
+                draft.budget -= length - 1
             while (appended := append(seq, length)) is None:
                 preempted = True
                 if self._preempt_last(draft) is seq:
                     return True
-            if length > 1:
-                draft.budget -= length - 1
             draft.compute(seq, length, appended)
             index += 1
         return preempted
@@ -294,6 +323,18 @@ class Scheduler:
         self.finish(*(member.id for member in beams.members))
         return outputs
 
+    def _take_swaps(self, plan: StepPlan, swap_s: float) -> None:
+        """The blocks that the plan copied to the host are there."""
+        self._swap_choice.note(len(plan.swaps_out) + len(plan.swaps_in), swap_s)
+        self._blocks.host.confirm()
+
+    def _publish_known(self, plan: StepPlan) -> None:
+        """The blocks that the plan copied to the device are there; other prompts may use them now."""
+        for new in plan.new:
+            seq = self._live.get(new.seq_id)
+            if seq is not None:
+                self._blocks.commit(seq)
+
     def _take_pooled(self, seq: Sequence, part: PooledPrompt) -> SequenceOutput:
         assert seq.request.embed is not None
         embedding = embedding_of(part.vector, seq.request.embed.dimensions)
@@ -304,18 +345,20 @@ class Scheduler:
 
     def _take_result(self, seq: Sequence, result: SequenceResult) -> SequenceOutput:
         assert result.seq_id == seq.id, "results are not in the order of the plan's samples"
-        if result.error:
-            return SequenceOutput(seq.id, (), (), None, error=result.error)
+        seq_id, token_ids, logprobs, error = result
+        if error:
+            return SequenceOutput(seq_id, (), (), None, error=error)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        token_ids, logprobs = result.token_ids, result.logprobs
         reason: FinishReason | None = None
         known, by_token = seq.token_ids, False
-        for taken, token_id in enumerate(token_ids, 1):
+        num_known = len(known)
+        for token_id in token_ids:
             known.append(token_id)
             by_token = token_id in seq.stop_ids and len(known) > seq.min_length
             if by_token or len(known) >= seq.max_length:
+                taken = len(known) - num_known
                 token_ids, logprobs = token_ids[:taken], logprobs[:taken]
                 reason = "stop" if by_token else "length"
                 break
         self.counters.generation_tokens += len(token_ids)
-        return SequenceOutput(seq.id, token_ids, logprobs, reason, by_token, prompt_logprobs=prompt_logprobs)
+        return _output_of((seq_id, token_ids, logprobs, reason, by_token, None, prompt_logprobs, None))

@@ -114,6 +114,19 @@ def _describe_version(report: VersionReport, row: Any, rows: Any) -> None:
         f"{capacity['kv_bytes_per_token']:,} bytes a token; about {capacity['num_blocks']:,} blocks of "
         f"{capacity['block_size']} = {capacity['num_tokens']:,} tokens, limited by {capacity['limit']}",
     )
+    if capacity["num_host_blocks"]:
+        row(
+            "  host memory",
+            f"{capacity['num_host_blocks']:,} more blocks, for those that are evicted, limited by "
+            f"{capacity['host_limit']}",
+        )
+    if capacity["directory"] is not None:
+        num_bytes = capacity["directory_bytes"]
+        row(
+            "  directory",
+            f"{capacity['directory']}; at most {num_bytes / 2**30:,.2f} GiB = "
+            f"{num_bytes // capacity['kv_bytes_per_token']:,} tokens, of all models that use it",
+        )
     row(
         "  concurrency",
         f"{capacity['max_concurrency']:.1f} requests of {capacity['max_model_len']:,} tokens at once",

@@ -1,8 +1,8 @@
 """From an open request to the engine: parse, render, tokenise, submit; off Triton's thread and the engine's.
 
-Two lanes of one thread each: long prompts wait for long prompts only, since seconds of tokenising must not
-stall everyone else. Used by `tritonserver`; whatever goes wrong with a request ends up in the outbox as its
-error.
+Lanes of one thread each: long prompts wait for long prompts only, since seconds of tokenising must not stall
+everyone else, and those whose beginning a disk has for a disk. Used by `tritonserver`; whatever goes wrong
+with a request ends up in the outbox as its error.
 """
 
 import queue
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LONG_PROMPT_BYTES = 64 << 10  # some 20 ms of tokenising
 
-_Lane = queue.SimpleQueue[OpenRequest | None]
+_Lane = queue.SimpleQueue[tuple[OpenRequest, Callable[[], None]] | None]  # what to do for it
 
 
 class Intake:
@@ -48,9 +48,11 @@ class Intake:
         self._on_accept = on_accept
         self._short: _Lane = queue.SimpleQueue()
         self._long: _Lane = queue.SimpleQueue()
+        self._stored: _Lane = queue.SimpleQueue()
+        self._lanes = {"short": self._short, "long": self._long, "stored": self._stored}
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"octavo-intake-{name}", daemon=True)
-            for name, lane in (("short", self._short), ("long", self._long))
+            for name, lane in self._lanes.items()
         ]
         self._lock = threading.Lock()  # orders `put` against `close`
         self._closed = False
@@ -68,7 +70,7 @@ class Intake:
                 raise _shutting_down()
             if "cancel_request_id" not in request.tensors:  # which makes the line shorter, if anything
                 self._room.enter(request.id)
-            lane.put(request)
+            lane.put((request, partial(self._prepare, request)))
         if time_limit_s is not None:
             # By id: a request that is long done is not kept in memory until then.
             self._loop.at(request.arrived_s + time_limit_s, partial(self._expire, request.id, time_limit_s))
@@ -82,8 +84,8 @@ class Intake:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._short.put(None)
-                self._long.put(None)
+                for lane in self._lanes.values():
+                    lane.put(None)
 
     def join(self, timeout_s: float) -> None:
         """After `close`. A prompt that is being tokenised is not waited for beyond the time given."""
@@ -92,13 +94,14 @@ class Intake:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self, lane: _Lane) -> None:
-        while (request := lane.get()) is not None:
+        while (item := lane.get()) is not None:
+            request, go_on = item
             if request.withdrawn:
                 continue
             try:
                 if self._closed:
                     raise _shutting_down()
-                self._prepare(request)
+                go_on()
             except OctavoError as error:
                 self._fail(request, error)
             except Exception as error:
@@ -148,7 +151,17 @@ class Intake:
             self._on_accept(request, ready, text)  # first, since the engine may be quick
             self._loop.submit(ready, sink, on_start)
 
-        request.hand_over(submit)
+        def read_and_submit() -> None:
+            self._engine.read_stored(ready)
+            request.hand_over(submit)
+
+        if not self._engine.expects_stored(ready):
+            request.hand_over(submit)
+            return
+        with self._lock:
+            if self._closed:
+                raise _shutting_down()
+            self._stored.put((request, read_and_submit))
 
     def _deliver(self, request: OpenRequest, delta: TextDelta) -> None:
         if delta.request_finished:  # perhaps without ever having started

@@ -89,6 +89,14 @@ GAUGES: tuple[Series[Snapshot], ...] = (
         lambda now: now.engine.num_cached_blocks,
     ),
     Series(
+        "octavo:host_blocks",
+        "Slots of host memory for evicted KV blocks.",
+        lambda now: now.engine.num_host_blocks,
+    ),
+    Series(
+        "octavo:host_blocks_used", "Of those, the ones in use.", lambda now: now.engine.num_used_host_blocks
+    ),
+    Series(
         "octavo:prefix_cache_hit_rate",
         "Share of prompt tokens found in the prefix cache, since the start.",
         lambda now: _hit_rate(now.engine),
@@ -152,6 +160,46 @@ COUNTERS: tuple[Series[Snapshot], ...] = (
         "Prompt tokens found there.",
         lambda now: now.engine.prefix_hits_total,
     ),
+    Series(
+        "octavo:prefix_cache_host_hits_total",
+        "Of those, the ones that were copied from host memory.",
+        lambda now: now.engine.host_hits_total,
+    ),
+    Series(
+        "octavo:swap_out_bytes_total",
+        "Copied from the KV cache to host memory.",
+        lambda now: now.engine.swapped_out_bytes_total,
+    ),
+    Series(
+        "octavo:swap_in_bytes_total",
+        "Copied back from there.",
+        lambda now: now.engine.swapped_in_bytes_total,
+    ),
+    Series(
+        "octavo:prefix_cache_disk_hits_total",
+        "Of the prompt tokens found, the ones that came from the prefix cache's directory.",
+        lambda now: now.engine.disk_hits_total,
+    ),
+    Series(
+        "octavo:disk_load_bytes_total",
+        "Copied to the KV cache from that directory.",
+        lambda now: now.engine.disk_loaded_bytes_total,
+    ),
+    Series(
+        "octavo:disk_save_bytes_total",
+        "Written to files there.",
+        lambda now: now.engine.disk_saved_bytes_total,
+    ),
+    Series(
+        "octavo:disk_dropped_blocks_total",
+        "KV blocks that were not written there, since the disk was behind or refused.",
+        lambda now: now.engine.disk_dropped_blocks_total,
+    ),
+    Series(
+        "octavo:disk_damaged_files_total",
+        "Files there that were damaged, and were deleted.",
+        lambda now: now.engine.disk_damaged_files_total,
+    ),
     *(_finished("vllm:request_success_total", reason) for reason in _REASONS),
     *(_finished("octavo:finished_requests_total", reason) for reason in _REASONS),
     *map(_refused, _CODES),
@@ -160,6 +208,11 @@ COUNTERS: tuple[Series[Snapshot], ...] = (
         "octavo:preemptions_total",
         "Sequences put back for want of KV blocks.",
         lambda now: now.engine.preemptions_total,
+    ),
+    Series(
+        "octavo:block_copies_total",
+        "KV blocks copied, since several sequences shared one that was not full, and one had to write to it.",
+        lambda now: now.engine.block_copies_total,
     ),
     Series("octavo:steps_total", "Steps of the model.", lambda now: now.engine.steps_total),
     Series("octavo:step_seconds_total", "Time spent in them.", lambda now: now.engine.step_s_total),

@@ -65,7 +65,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
 def engine_arguments(path: Path) -> dict[str, Any]:
     """The engine's arguments. Paths in the file are relative to its folder. Raises `ConfigError`."""
     arguments = _json_object(path, "it holds the engine's arguments, as JSON")
-    for key in ("model", "tokenizer"):
+    for key in ("model", "tokenizer", "record_steps"):
         value = arguments.get(key)
         if isinstance(value, str) and value and "://" not in value and not value.startswith("~"):
             arguments[key] = str(path.parent / value)  # which an absolute path survives

@@ -8,6 +8,7 @@ worth looking at.
 """
 
 import gc
+from typing import Self
 
 # More objects than the steps of 1,000 sequences keep alive, so that only cycles that pile up reach it.
 _THRESHOLD = 50_000
@@ -18,6 +19,13 @@ class QuietCollector:
 
     def __init__(self) -> None:
         self._threshold_before = gc.get_threshold()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def start(self) -> None:
         """Leaves out what there is from now on, and looks rarely at what comes."""

@@ -14,7 +14,9 @@ from octavo.models.model_config import ModelConfig
 from octavo.models.registry import build_model
 from octavo.quant.base import Scheme, Unquantised, Weight
 from octavo.weights.loader import open_checkpoint
+from octavo.worker.disk_pool import directory_bytes
 from octavo.worker.executor import resolve_device, resolve_dtype, resolve_kv_dtype, resolve_scheme
+from octavo.worker.host_pool import host_size
 from octavo.worker.kv_cache import block_bytes, cache_size
 from octavo.worker.memory import available_bytes
 
@@ -33,6 +35,10 @@ class Capacity:
     num_blocks: int
     limit: str  # which limit bound the number of blocks, for people
     max_model_len: int
+    num_host_blocks: int  # in host memory, for those that are evicted
+    host_limit: str
+    directory: str | None  # of the prefix cache
+    directory_bytes: int  # that may lie there
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +71,7 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
         cuda=_WithWeights(weight_bytes),
         available=lambda: max(available() - weight_bytes, 0),
     )
+    host = host_size(config, bytes_per_block, device, lambda: max(available() - weight_bytes, 0))
     return Capacity(
         path=str(checkpoint.path),
         architecture=model_config.architecture,
@@ -78,6 +85,10 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
         num_blocks=size.num_blocks,
         limit=size.limit,
         max_model_len=config.max_model_len,
+        num_host_blocks=host.num_blocks,
+        host_limit=host.limit,
+        directory=config.prefix_cache_dir,
+        directory_bytes=directory_bytes(config, bytes_per_block),
     )
 
 

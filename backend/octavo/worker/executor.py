@@ -2,6 +2,9 @@
 
 import logging
 import time
+from collections.abc import Iterable
+from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -9,11 +12,14 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import build_model
-from octavo.protocol import SequenceResult, StepPlan, StepResult
+from octavo.protocol import BlockFile, SequenceResult, StepPlan, StepResult
 from octavo.quant.base import Scheme, Unquantised
 from octavo.quant.int8 import Int8
-from octavo.weights.loader import Checkpoint, load_weights
+from octavo.weights.loader import Checkpoint, load_weights, open_checkpoint
 from octavo.worker.cores import usable_cores
+from octavo.worker.disk_pool import open_disk_pool
+from octavo.worker.disk_tier import DiskTier
+from octavo.worker.host_pool import HostPool, host_size
 from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
 from octavo.worker.memory import readable
 from octavo.worker.model_input import Step, build_step
@@ -76,11 +82,21 @@ class LocalExecutor:
                 f"the KV cache of {readable(size.num_blocks * self.block_bytes)} ({size.limit}) cannot be "
                 f"allocated: {error}; lower kv_cache_memory_bytes or num_gpu_blocks_override"
             ) from error
+        host = host_size(config, self.block_bytes, device)
+        self.num_host_blocks = host.num_blocks
+        self.host_limit = host.limit
         self._layouts = cache.layouts
-        self._runner = ModelRunner(model, cache)
+        pool = HostPool(cache, host.num_blocks) if host.num_blocks else None
+        self._runner = ModelRunner(model, cache, pool)
+        self._disk = open_disk_pool(config, checkpoint, cache, self.block_bytes, dtype, kv_dtype, device)
         self._pooler = Pooler()
         self._rows = Rows()
         self._submitted: StepPlan | None = None
+
+    @property
+    def directory(self) -> DiskTier | None:
+        """Of the prefix cache. `load`, `has` and `counts` are for any thread."""
+        return None if self._disk is None else self._disk.tier
 
     def submit(self, plan: StepPlan) -> None:
         """Only remembers the step: `collect` runs it."""
@@ -96,14 +112,22 @@ class LocalExecutor:
         except Exception as error:
             raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
 
-    def close(self) -> None:
+    def close(self, keep: Iterable[BlockFile] = (), discards: Iterable[str] = ()) -> None:
         """Lets go of the model and the cache."""
-        del self._runner, self._rows, self._pooler
+        if self._disk is not None:
+            self._disk.close(keep, discards)
+        del self._disk, self._runner, self._rows, self._pooler
 
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         self._rows.apply(plan)
-        self._runner.copy_blocks(plan.copies)
+        moves_begin = time.perf_counter()
+        if self._disk is not None:
+            self._disk.save(plan)
+        swap_s = self._runner.move_blocks(plan)
+        if self._disk is not None:
+            self._disk.load(plan)
+        moves_s = time.perf_counter() - moves_begin
         step = build_step(self._rows, plan, self._layouts)
         self._pooler.apply(plan)
         to_pool = self._pooler.parts(plan.slices)
@@ -117,8 +141,21 @@ class LocalExecutor:
         prompt = self._runner.prompt_logprobs(hidden[count:], step.prompt_parts)
         pooled = self._pooler.pool(hidden[len(step.inputs.sample_rows) :], to_pool)
         return StepResult(
-            plan.step_id, results, forward_end - begin, time.perf_counter() - forward_end, prompt, pooled
+            plan.step_id,
+            results,
+            forward_end - begin - moves_s,
+            time.perf_counter() - forward_end,
+            prompt,
+            pooled,
+            swap_s,
         )
+
+
+def open_executor(config: EngineConfig) -> LocalExecutor:
+    """For a complete configuration, without an engine: to run plans that one has made before. Raises like
+    `LocalExecutor` and `open_checkpoint`."""
+    checkpoint = open_checkpoint(config.model)
+    return LocalExecutor(config, checkpoint, ModelConfig.from_dict(checkpoint.config()))
 
 
 def _num_threads(wanted: int | None) -> int:
@@ -169,7 +206,9 @@ def results_of(step: Step, samples: Samples) -> tuple[SequenceResult, ...]:
     """One for each of the step's sequences, in order."""
     token_ids = samples.token_ids.tolist()
     if samples.usable.all() and not samples.logprobs:
-        return tuple(map(SequenceResult, step.seq_ids, zip(token_ids, strict=True)))
+        # All in C, without the constructor's detour.
+        columns = zip(step.seq_ids, zip(token_ids, strict=True), repeat(()), repeat(None))
+        return tuple(map(partial(tuple.__new__, SequenceResult), columns))
     results = []
     for index, (seq_id, token_id, usable) in enumerate(
         zip(step.seq_ids, token_ids, samples.usable.tolist(), strict=True)

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.inputs import LayerCache
 from octavo.models.model_config import ModelConfig
+from octavo.worker.block_files import Payload
 from octavo.worker.memory import available_bytes, readable
 from octavo_kernels import host_memory, kv_format, ops
 
@@ -38,7 +42,33 @@ class KVCache:
         memory_dtype = torch.uint8 if kv_format.is_quantised(dtype) else dtype
         self._data = host_memory.empty((config.num_layers, 2, num_blocks, *block), memory_dtype, device)
         self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data.view(dtype)]
+        # On a CPU, [layers, 2, N, bytes]: torch would hand each block that is copied out to all threads, and
+        # wait for them ten times as long as the copy takes when something else has a core.
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        if device.type == "cpu":
+            self._bytes = self._data.view(torch.uint8).flatten(3).numpy()
         self.layouts = (ops.KVLayout(config.num_kv_heads, block_size, None, device),)  # by KV group
+
+    def block(self, block_id: int) -> Tensor:
+        """[layers, 2, ...]: what one block has of all layers, its scales included."""
+        return self._data[:, :, block_id]
+
+    def content(self, block_id: int) -> Payload:
+        """A copy of what `block` has, as bytes."""
+        if self._bytes is not None:
+            return self._bytes[:, :, block_id].copy().reshape(-1)
+        block = self.block(block_id).to("cpu", memory_format=torch.contiguous_format)
+        content: Payload = block.view(torch.uint8).numpy().reshape(-1)
+        return content
+
+    def set_content(self, block_id: int, content: Payload) -> None:
+        """The reverse of `content`."""
+        if self._bytes is not None:
+            num_layers, pair, *_ = self._bytes.shape
+            self._bytes[:, :, block_id] = content.reshape(num_layers, pair, -1)
+            return
+        block = self.block(block_id)
+        block.copy_(torch.from_numpy(content).view(block.dtype).view(block.shape))
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies whole blocks. Every source is read before any destination is written."""

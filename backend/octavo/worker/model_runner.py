@@ -1,5 +1,6 @@
-"""Runs a model over its KV cache: block copies, forward, and the next tokens."""
+"""Runs a model over its KV cache: swaps, block copies, forward, and the next tokens."""
 
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -7,7 +8,8 @@ from torch import Tensor
 from octavo.config import EngineConfig
 from octavo.layers.inputs import ModelInput
 from octavo.models.decoder import Decoder
-from octavo.protocol import BlockCopy, NewSequence, PromptLogprobs, RowSampling, Slice, StepPlan
+from octavo.protocol import BlockCopy, NewSequence, PromptLogprobs, RowSampling, Slice, StepPlan, Swap
+from octavo.worker.host_pool import HostPool
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_input import build_step
 from octavo.worker.prompt_logprobs import PromptPart, prompt_logprobs
@@ -16,14 +18,33 @@ from octavo.worker.sampler import SampleBatch, Samples, sample
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, host: HostPool | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._host = host
+
+    def move_blocks(self, plan: StepPlan) -> float:
+        """The plan's swaps and copies of blocks, in the order that `protocol.py` gives. Returns how many
+        seconds the swaps took."""
+        swap_s = 0.0
+        if plan.swaps_out:
+            swap_s += self._timed(HostPool.swap_out, plan.swaps_out)
+        self.copy_blocks(plan.copies)
+        if plan.swaps_in:
+            swap_s += self._timed(HostPool.swap_in, plan.swaps_in)
+        return swap_s
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies whole blocks of all layers. Every source is read before any destination is written."""
         if copies:
             self._cache.copy([c.source for c in copies], [c.destination for c in copies])
+
+    def _timed(self, swap: Callable[[HostPool, Sequence[Swap]], None], swaps: Sequence[Swap]) -> float:
+        assert self._host is not None, "a plan swaps, but there are no host blocks"
+        begin = time.perf_counter()
+        swap(self._host, swaps)
+        self._host.wait()
+        return time.perf_counter() - begin
 
     def run(self, inputs: ModelInput) -> Tensor:
         """Writes the batch's K and V; returns the hidden states [R + P, H] of `inputs.sample_rows`."""
