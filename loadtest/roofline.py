@@ -29,6 +29,7 @@ class Card:
     bytes_per_s: float
     overhead_s: float  # of every step: the host's work, launches
     memory_bytes: int | None = None  # for weights and KV cache; None: not known
+    link_bytes_per_s: float | None = None  # to the host's memory, either way; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,14 @@ class ModelShape:
 
 
 # The data sheets' dense bfloat16 and bandwidth, of which kernels are taken to reach 0.6 and 0.8, and 2 ms a
-# step: assumptions, to be replaced by what `calibrate.py` finds where such a card is at hand.
+# step: assumptions, to be replaced by what `calibrate.py` finds where such a card is at hand. So are links of
+# 0.8 of PCI Express.
 CARDS = {
-    "h100": Card(0.6 * 989e12, 0.8 * 3.35e12, 2e-3, 80 * 10**9),
-    "a100": Card(0.6 * 312e12, 0.8 * 2.04e12, 2e-3, 80 * 10**9),
-    "l4": Card(0.6 * 121e12, 0.8 * 300e9, 2e-3, 24 * 10**9),
+    "h100": Card(0.6 * 989e12, 0.8 * 3.35e12, 2e-3, 80 * 10**9, 0.8 * 64e9),
+    "a100": Card(0.6 * 312e12, 0.8 * 2.04e12, 2e-3, 80 * 10**9, 0.8 * 32e9),
+    "l4": Card(0.6 * 121e12, 0.8 * 300e9, 2e-3, 24 * 10**9, 0.8 * 32e9),
+    # Of `backend/docs/performance.md`: its products, its memory, and what a step costs beside them.
+    "zen4-2-cores": Card(0.42e12, 20e9, 2e-3),
 }
 SHAPES = {
     "llama-8b": ModelShape(7_504_658_432, 525_336_576, 32, 32, 8, 128, 2),
@@ -111,6 +115,16 @@ def step_s(card: Card, work: StepWork) -> float:
     linear_s = max(work.linear_flops / card.flops_per_s, work.linear_bytes / card.bytes_per_s)
     attention_s = max(work.attention_flops / card.flops_per_s, work.attention_bytes / card.bytes_per_s)
     return card.overhead_s + linear_s + attention_s
+
+
+def swap_s(card: Card, plan: StepPlan, block_bytes: float) -> float:
+    """How long the plan's blocks take over the link. Raises `ValueError` when that is not known."""
+    num_blocks = len(plan.swaps_out) + len(plan.swaps_in)
+    if not num_blocks:
+        return 0.0
+    if card.link_bytes_per_s is None:
+        raise ValueError("the card has no 'link_bytes_per_s', and blocks are swapped; set swap_space to 0")
+    return num_blocks * block_bytes / card.link_bytes_per_s
 
 
 def fit(works: Sequence[StepWork], measured_s: Sequence[float]) -> Card:

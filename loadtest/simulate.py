@@ -27,14 +27,15 @@ import numpy as np
 
 from host_work import PARTS, HostWork
 from octavo.config import EngineConfig, resolve
+from octavo.engine.admission import WATERMARK
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, PromptTooLong
 from octavo.protocol import StepPlan
 from octavo.request import Request, SamplingParams
 from octavo.serving.quiet_collector import QuietCollector
-from roofline import Card, ModelShape, named, step_s, work_of
-from simulation_report import Report, Tally
+from roofline import Card, ModelShape, named, step_s, swap_s, work_of
+from simulation_report import Goal, Report, Tally
 from traces import MIXED, TraceError, TraceRequest, read
 
 VOCAB_SIZE = 32_000
@@ -75,6 +76,11 @@ class Replay:
         num_blocks: int,
         block_size: int | None = None,
         on_step: Callable[[StepPlan], None] | None = None,
+        *,
+        goal: Goal | None = None,
+        manager: type[BlockManager] = BlockManager,
+        watermark: float = WATERMARK,
+        num_host_blocks: int = 0,
     ) -> None:
         """`config` is complete (`for_model`). Raises `ValueError` when one sequence does not fit."""
         size = config.block_size if block_size is None else block_size
@@ -84,23 +90,22 @@ class Replay:
                 f"the KV cache holds {max(num_blocks, 0)} blocks of {size} tokens, less than one sequence of "
                 f"{config.max_model_len} tokens; give it more, or lower max_model_len"
             )
-        self.blocks = BlockManager(num_blocks, size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.blocks)
+        self.blocks = manager(num_blocks, size, config.enable_prefix_caching, num_host_blocks)
+        self._block_bytes = size * shape.kv_bytes_per_token
+        self.scheduler = Scheduler(config, self.blocks, watermark=watermark)
         self._on_step = on_step
         self._host = HostWork(VOCAB_SIZE, shape.num_kv_heads, size)
         self._card, self._shape = card, shape
-        self._tally = Tally(num_blocks, size)
+        self._tally = Tally(num_blocks, size, goal or Goal())
         self._prompts = Prompts()
         self._num_requests = 0
 
     def run(self, trace: Iterable[TraceRequest]) -> Report:
-        """To the end of the trace and of its last request. Raises what the trace does."""
-        collector = QuietCollector()
-        collector.start()
-        try:
-            duration_s = self._run(iter(trace))
-        finally:
-            collector.close()
+        """To the end of the trace and of its last request. Raises what the trace does.
+
+        Host times are the engine's under a `QuietCollector` only, as it has one.
+        """
+        duration_s = self._run(iter(trace))
         counters = self.scheduler.counters
         return self._tally.report(
             requests=self._num_requests,
@@ -139,7 +144,8 @@ class Replay:
         except PromptTooLong:
             self._tally.refuse()
             return
-        self._tally.arrive(sequence.id, arrival.arrival_s)
+        output_tokens = sequence.max_length - sequence.num_prompt_tokens
+        self._tally.arrive(sequence.id, arrival.arrival_s, output_tokens)
 
     def _step(self, now_s: float) -> float:
         host = self._host
@@ -150,10 +156,12 @@ class Replay:
         if self._on_step:
             self._on_step(plan)
         used_blocks, others_wait = self.blocks.num_used_blocks, self.scheduler.num_waiting > 0
-        duration_s = step_s(self._card, work_of(plan, self._shape))
-        result = replace(host.execute(plan), forward_s=duration_s)
+        forward_s = step_s(self._card, work_of(plan, self._shape))
+        copies_s = swap_s(self._card, plan, self._block_bytes)
+        result = replace(host.execute(plan), forward_s=forward_s, swap_s=copies_s)
         with host.timed("update"):
             outputs = self.scheduler.update(plan, result)
+        duration_s = forward_s + copies_s
         now_s += duration_s
         self._tally.step(plan, duration_s, used_blocks, others_wait)
         self._tally.take(now_s, outputs)
@@ -203,6 +211,7 @@ def text_of(report: Report) -> str:
         f"{report.duration_s:,.1f} s",
         f"throughput     {report.output_tokens_per_s:,.0f} output and "
         f"{report.prompt_tokens_per_s:,.0f} prompt tokens/s",
+        f"goodput        {report.goodput_per_s:,.2f} requests/s within the goal",
         f"first token    {quantiles(report.ttft_s)}",
         f"inter-token    {quantiles(report.itl_s)}",
         f"running        {report.running:,.0f} in the mean, at most {report.running_most}"
@@ -234,19 +243,29 @@ def main() -> None:
     parser.add_argument("--card", default="h100", help="a name or a JSON file")
     parser.add_argument("--model", default="llama-8b", help="a name or a JSON file")
     parser.add_argument("--engine", default="{}", help="engine arguments in JSON, or a model.json")
+    parser.add_argument(
+        "--goal",
+        nargs=2,
+        type=float,
+        default=(1e3 * Goal.ttft_s, 1e3 * Goal.itl_s),
+        metavar=("TTFT_MS", "ITL_MS"),
+        help="requests count as goodput that get their first token, and in the mean each other one, so soon",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args()
     try:
         card, shape = named(Card, args.card), named(ModelShape, args.model)
         config = config_of(args.engine)
-        replay = Replay(config, card, shape, num_blocks_of(config, card, shape))
+        goal = Goal(*(value_ms / 1e3 for value_ms in args.goal))
+        replay = Replay(config, card, shape, num_blocks_of(config, card, shape), goal=goal)
     except (ConfigError, ValueError, OSError) as error:
         parser.error(str(error))
     try:
         with sys.stdin if args.trace == "-" else Path(args.trace).open() as lines:
             trace = itertools.islice(read(lines), args.limit)
             sped_up = (replace(request, arrival_s=request.arrival_s / args.speed) for request in trace)
-            report = replay.run(sped_up)
+            with QuietCollector():
+                report = replay.run(sped_up)
     except (TraceError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(asdict(report)) if args.json else text_of(report))

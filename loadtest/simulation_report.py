@@ -1,17 +1,27 @@
-"""What a replay came to: counted while it runs by `Tally`, told by `Report`. Used by `simulate.py`."""
+"""What a replay came to: counted while it runs by `Tally`, told by `Report`. Used by `simulate.py`.
 
-from array import array
+What is kept grows with the sequences that are there at once, not with those that ever came, so that a trace
+of a million requests takes no more memory than one of ten thousand.
+"""
+
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from host_work import PARTS
 from octavo.engine.scheduler import SequenceOutput
 from octavo.protocol import StepPlan
 
 QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a request is to get, in seconds: its first token after its arrival, and one more each, in the mean
+    over its tokens."""
+
+    ttft_s: float = 1.0
+    itl_s: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Report:
     output_tokens: int
     output_tokens_per_s: float
     prompt_tokens_per_s: float
+    goodput_per_s: float  # requests that got what the goal says
     ttft_s: dict[str, float]  # by quantile: from the arrival to the first token
     itl_s: dict[str, float]  # between two tokens of a sequence
     preemptions: int
@@ -55,24 +66,23 @@ class Report:
 
 
 class Samples:
-    """Numbers, each as often as it came."""
+    """Numbers, each as often as it came, to four digits: there are few thousand different ones then."""
 
     def __init__(self) -> None:
-        self._values = array("d")
-        self._counts = array("q")
+        self._counts: Counter[float] = Counter()
 
     def add(self, value: float, count: int = 1) -> None:
-        self._values.append(value)
-        self._counts.append(count)
+        self._counts[float(f"{value:.3e}")] += count
 
     def quantile(self, share: float) -> float:
         """The smallest number that at least such a share of all are no larger than; 0 of none."""
-        if not self._values:
-            return 0.0
-        values = np.frombuffer(self._values)
-        order = np.argsort(values, kind="stable")
-        reached = np.cumsum(np.frombuffer(self._counts, np.int64)[order])
-        return float(values[order[np.searchsorted(reached, share * reached[-1])]])
+        wanted = share * self._counts.total()
+        reached = 0
+        for value in sorted(self._counts):
+            reached += self._counts[value]
+            if reached >= wanted:
+                return value
+        return 0.0
 
     def quantiles(self) -> dict[str, float]:
         return {f"p{round(100 * share)}": self.quantile(share) for share in QUANTILES}
@@ -82,40 +92,42 @@ class _Host:
     """The steps of one band."""
 
     def __init__(self) -> None:
-        self.num_sequences: list[int] = []
-        self.totals_s = array("d")
+        self.sizes: Counter[int] = Counter()  # steps by their number of sequences
+        self.totals_s = Samples()
         self.parts_s: Counter[str] = Counter()
 
     def band(self) -> HostBand:
-        count = len(self.totals_s)
+        steps = self.sizes.total()
         return HostBand(
-            min(self.num_sequences),
-            max(self.num_sequences),
-            sum(self.num_sequences) / count,
-            count,
-            1e3 * float(np.median(self.totals_s)),
-            1e3 * float(np.quantile(self.totals_s, 0.99)),
-            {part: 1e3 * self.parts_s[part] / count for part in PARTS},
+            min(self.sizes),
+            max(self.sizes),
+            sum(size * count for size, count in self.sizes.items()) / steps,
+            steps,
+            1e3 * self.totals_s.quantile(0.5),
+            1e3 * self.totals_s.quantile(0.99),
+            {part: 1e3 * self.parts_s[part] / steps for part in PARTS},
         )
 
 
 class Tally:
     """Counts as a replay goes. `num_blocks` of `block_size` tokens are the whole cache."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._num_blocks, self._block_size = num_blocks, block_size
-        self._arrived_s: dict[int, float] = {}  # by sequence, of those without a token
+    def __init__(self, num_blocks: int, block_size: int, goal: Goal) -> None:
+        self._num_blocks, self._block_size, self._goal = num_blocks, block_size, goal
+        # By sequence, of those without a token: when it came, and how many it is to get.
+        self._arrived: dict[int, tuple[float, int]] = {}
+        self._due_s: dict[int, float] = {}  # of those that may reach the goal: by when they have to end
         self._token_s: dict[int, float] = {}  # when the last one came, of the others
         self._table_blocks: dict[int, int] = {}  # by sequence that has blocks
         self._ttft, self._itl = Samples(), Samples()
         self._host: dict[int, _Host] = {}  # by the number of sequences in bits: from 2^n to 2^(n+1) - 1
         self._busy_s = self._full_s = 0.0
         self._allocated = self._held = self._running = self._running_full = 0.0  # times seconds
-        self._steps = self._refused = self._output_tokens = 0
+        self._steps = self._refused = self._output_tokens = self._good = 0
         self._allocated_most = self._running_most = 0
 
-    def arrive(self, seq_id: int, arrival_s: float) -> None:
-        self._arrived_s[seq_id] = arrival_s
+    def arrive(self, seq_id: int, arrival_s: float, output_tokens: int) -> None:
+        self._arrived[seq_id] = arrival_s, output_tokens
 
     def refuse(self) -> None:
         self._refused += 1
@@ -148,12 +160,17 @@ class Tally:
         for output in outputs:
             before_s = self._token_s.get(output.seq_id)
             if before_s is None:
-                self._ttft.add(now_s - self._arrived_s.pop(output.seq_id))
+                arrival_s, output_tokens = self._arrived.pop(output.seq_id)
+                ttft_s = now_s - arrival_s
+                self._ttft.add(ttft_s)
+                if ttft_s <= self._goal.ttft_s:
+                    self._due_s[output.seq_id] = now_s + self._goal.itl_s * (output_tokens - 1)
             else:
                 waited[before_s] += 1
             self._output_tokens += len(output.token_ids)
             if output.finish_reason:
                 self._token_s.pop(output.seq_id, None)
+                self._good += now_s <= self._due_s.pop(output.seq_id, -1.0)
             else:
                 self._token_s[output.seq_id] = now_s
         for before_s, count in waited.items():
@@ -161,8 +178,8 @@ class Tally:
 
     def host(self, num_sequences: int, spent_s: Mapping[str, float]) -> None:
         band = self._host.setdefault(num_sequences.bit_length(), _Host())
-        band.num_sequences.append(num_sequences)
-        band.totals_s.append(sum(spent_s.values()))
+        band.sizes[num_sequences] += 1
+        band.totals_s.add(sum(spent_s.values()))
         band.parts_s.update(spent_s)
 
     def report(
@@ -177,6 +194,7 @@ class Tally:
             output_tokens=self._output_tokens,
             output_tokens_per_s=self._output_tokens / elapsed_s,
             prompt_tokens_per_s=prompt_tokens / elapsed_s,
+            goodput_per_s=self._good / elapsed_s,
             ttft_s=self._ttft.quantiles(),
             itl_s=self._itl.quantiles(),
             preemptions=preemptions,

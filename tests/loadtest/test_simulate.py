@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.protocol import StepPlan
 from roofline import CARDS, SHAPES, Card
 from simulate import Prompts, Replay, config_of, num_blocks_of, text_of
-from simulation_report import Report, Samples
+from simulation_report import Goal, Report, Samples
 from traces import MIXED, TraceRequest, load
 
 A_SECOND_A_STEP = Card(flops_per_s=1e30, bytes_per_s=1e30, overhead_s=1.0)
@@ -21,11 +21,15 @@ SHAPE = SHAPES["smollm2-135m"]
 
 
 def replay(
-    *trace: TraceRequest, num_blocks: int = 100, card: Card = A_SECOND_A_STEP, **config: Any
+    *trace: TraceRequest,
+    num_blocks: int = 100,
+    card: Card = A_SECOND_A_STEP,
+    goal: Goal | None = None,
+    **config: Any,
 ) -> Report:
     arguments: dict[str, Any] = {"model": "none", "max_model_len": 100, "max_num_seqs": 8, "seed": 0}
     arguments |= {"max_num_batched_tokens": 16, **config}
-    return Replay(EngineConfig(**arguments), card, SHAPE, num_blocks).run(trace)
+    return Replay(EngineConfig(**arguments), card, SHAPE, num_blocks, goal=goal).run(trace)
 
 
 def same(a: Report, b: Report) -> bool:
@@ -98,6 +102,24 @@ def test_a_small_cache_preempts_and_loses_no_token() -> None:
     assert report.itl_s["p99"] > report.itl_s["p50"] == pytest.approx(1)
 
 
+def test_blocks_that_are_swapped_take_their_time_on_the_link() -> None:
+    trace = [TraceRequest(0, 80, 1, prefix=number % 2, prefix_tokens=80) for number in range(4)]
+    card = replace(A_SECOND_A_STEP, link_bytes_per_s=SHAPE.kv_bytes_per_token * 16)  # a second a block
+    plans: list[StepPlan] = []
+    arguments: dict[str, Any] = {"max_model_len": 100, "max_num_seqs": 1, "preemption_mode": "swap"}
+    replayed = Replay(
+        EngineConfig("none", seed=0, **arguments), card, SHAPE, 7, on_step=plans.append, num_host_blocks=20
+    )
+    report = replayed.run(trace)
+    num_swaps = sum(len(plan.swaps_out) + len(plan.swaps_in) for plan in plans)
+    assert num_swaps > 8
+    assert report.duration_s == pytest.approx(report.steps + num_swaps)
+    with pytest.raises(ValueError, match="no 'link_bytes_per_s', and blocks are swapped"):
+        Replay(EngineConfig("none", seed=0, **arguments), A_SECOND_A_STEP, SHAPE, 7, num_host_blocks=20).run(
+            trace
+        )
+
+
 def test_what_is_too_long_is_refused_and_what_would_be_is_cut() -> None:
     report = replay(TraceRequest(0, 100, 1), TraceRequest(0, 90, 50))
     assert (report.requests, report.refused, report.output_tokens) == (2, 1, 10)
@@ -134,6 +156,38 @@ def test_samples_count_each_number_as_often_as_it_came() -> None:
     for value, group in itertools.groupby(reversed(values)):
         samples.add(value, len(list(group)))
     assert [samples.quantile(share) for share in (0.5, 0.9, 0.91, 0.99, 1)] == [5, 5, 7, 7, 9]
+
+
+def test_samples_take_no_more_room_for_more_of_them() -> None:
+    samples = Samples()
+    for number in range(100_000):
+        samples.add(0.01 + number / 1e7)
+    assert len(samples._counts) <= 1001  # 0.01 to 0.02, to four digits
+    assert samples.quantile(0.5) == pytest.approx(0.015, rel=1e-3)
+
+
+def test_goodput_is_of_requests_that_reach_the_goal() -> None:
+    """Two run at once; the others wait for them, and have their first token in time or not."""
+    trace = [
+        TraceRequest(0, 4, 3)
+    ] * 6  # first tokens come after 1, 4 and 7 s, the others each a second later
+    assert replay(*trace, max_num_seqs=2).goodput_per_s == 0
+    for ttft_s, itl_s, good in ((1, 1, 2), (3.9, 1, 2), (4, 1, 4), (7, 1, 6), (7, 0.9, 0)):
+        report = replay(*trace, max_num_seqs=2, goal=Goal(ttft_s, itl_s))
+        assert report.goodput_per_s == pytest.approx(good / 9), (ttft_s, itl_s)
+    alone = replay(TraceRequest(0, 4, 1), goal=Goal(1, 0))
+    assert alone.goodput_per_s == pytest.approx(1)
+
+
+def test_what_is_counted_of_a_sequence_is_forgotten_with_it() -> None:
+    arguments: dict[str, Any] = {"max_model_len": 100, "max_num_seqs": 8, "seed": 0}
+    run = Replay(EngineConfig("none", **arguments), A_SECOND_A_STEP, SHAPE, 100)
+    run.run([TraceRequest(number, 20, 5) for number in range(50)])
+    tally = run._tally
+    assert not tally._arrived
+    assert not tally._token_s
+    assert not tally._due_s
+    assert len(tally._table_blocks) <= 1  # the last one's: no plan came after it
 
 
 def test_the_cache_is_as_large_as_the_configuration_or_the_card_has_it() -> None:
