@@ -3,10 +3,10 @@
     python loadtest/calibrate.py --card machine.json
 
 The engine runs four workloads, greedily, every request in line from the start. The steps of the first, whose
-sequences come and go so that steps of every size occur, give the three numbers of the roofline; with these
+sequences come and go so that steps of every size occur, give the four numbers of the roofline; with these
 the simulator replays the other three, and its output tokens a second stand beside the engine's. Each step of
 the engine has to compute as many tokens of as many sequences as the simulator's: else they do not run the
-same scheduler, and the command fails. `--card FILE` keeps the three numbers, for `simulate.py --card FILE`.
+same scheduler, and the command fails. `--card FILE` keeps the four numbers, for `simulate.py --card FILE`.
 
 For a quiet machine: what else runs there slows one side of the comparison only.
 """
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", type=int, default=3, help="of each workload; medians are taken")
-    parser.add_argument("--card", type=Path, help="a JSON file to write the three numbers to")
+    parser.add_argument("--card", type=Path, help="a JSON file to write the four numbers to")
     args = parser.parse_args()
     engine = Engine(
         {
@@ -182,8 +182,9 @@ def main() -> None:
     except StepsDiffer as error:
         sys.exit(f"error: {error}")
     print(
-        f"{card.flops_per_s / 1e9:.0f} GFLOP/s, {card.bytes_per_s / 1e9:.1f} GB/s and "
-        f"{1e3 * card.overhead_s:.2f} ms a step, {ops.num_threads()} threads"
+        f"{card.flops_per_s / 1e9:.0f} GFLOP/s and {card.bytes_per_s / 1e9:.1f} GB/s, attention "
+        f"at {card.attention_share:.2f} of them, {1e3 * card.overhead_s:.2f} ms a step; "
+        f"{ops.num_threads()} threads"
     )
     print(f"  {'work':16}{'measured':>10}{'predicted':>11}   output tokens/s")
     for row in told:

@@ -23,10 +23,9 @@ def smollm2(**arguments: object) -> Engine:
 
 @dataclass
 class Client:
-    """What one request sees, by the clock of its run."""
+    """What one request sees, in seconds of `time.perf_counter`."""
 
-    clock: Callable[[], float]
-    added_s: float
+    added_s: float = field(default_factory=time.perf_counter)
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)  # when each came
 
@@ -34,7 +33,7 @@ class Client:
         if delta.error:
             raise delta.error
         self.token_ids.extend(delta.token_ids)
-        self.token_s.extend([self.clock()] * len(delta.token_ids))
+        self.token_s.extend([time.perf_counter()] * len(delta.token_ids))
 
     @property
     def first_s(self) -> float:
@@ -47,17 +46,16 @@ class Client:
 
 
 class Run:
-    """An engine, whose every request is greedy and runs to its full length. `clock` gives seconds."""
+    """An engine, whose every request is greedy and runs to its full length."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.clock = clock
         self._num_requests = 0
 
     def add(self, prompt: Sequence[int], num_tokens: int) -> Client:
         self._num_requests += 1
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        client = Client(self.clock, self.clock())
+        client = Client()
         request = self.engine.make_request(str(self._num_requests), prompt, params)
         self.engine.read_stored(request)
         self.engine.add(request, client.take)
@@ -74,9 +72,9 @@ class Run:
 
 
 @contextmanager
-def running(engines: Iterable[Engine], clock: Callable[[], float] = time.perf_counter) -> Iterator[list[Run]]:
+def running(engines: Iterable[Engine]) -> Iterator[list[Run]]:
     """Checks in the end that each engine is sound, and closes it."""
-    runs = [Run(engine, clock) for engine in engines]
+    runs = [Run(engine) for engine in engines]
     yield runs
     for run in runs:
         run.engine.check_integrity()

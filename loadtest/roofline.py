@@ -1,5 +1,5 @@
-"""How long a step takes, from three numbers of a card and the shape of a model; and those three from
-steps that were measured.
+"""How long a step takes, from four numbers of a card and the shape of a model; and those four from steps
+that were measured.
 
 A step is its linear layers and its attention, one after the other, each as slow as the slower of its
 arithmetic and its reading: the roofline model (Williams et al., CACM 2009). To that comes what a step costs
@@ -20,6 +20,8 @@ from octavo.protocol import StepPlan
 
 _T = TypeVar("_T", "Card", "ModelShape")
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -30,6 +32,7 @@ class Card:
     overhead_s: float  # of every step: the host's work, launches
     memory_bytes: int | None = None  # for weights and KV cache; None: not known
     link_bytes_per_s: float | None = None  # to the host's memory, either way; None: not known
+    attention_share: float = 1.0  # of both rates, what attention reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def work_of(plan: StepPlan, shape: ModelShape) -> StepWork:
 def step_s(card: Card, work: StepWork) -> float:
     linear_s = max(work.linear_flops / card.flops_per_s, work.linear_bytes / card.bytes_per_s)
     attention_s = max(work.attention_flops / card.flops_per_s, work.attention_bytes / card.bytes_per_s)
-    return card.overhead_s + linear_s + attention_s
+    return card.overhead_s + linear_s + attention_s / card.attention_share
 
 
 def swap_s(card: Card, plan: StepPlan, block_bytes: float) -> float:
@@ -141,11 +144,12 @@ def fit(works: Sequence[StepWork], measured_s: Sequence[float]) -> Card:
     linear_flops, linear_bytes, attention_flops, attention_bytes = np.array(works, np.float64).T
     times = np.array(measured_s, np.float64)
 
-    def attempt(flops_per_byte: float) -> tuple[float, float, float]:
-        """The error, and with it seconds a byte and seconds a step."""
-        in_bytes = np.maximum(linear_flops / flops_per_byte, linear_bytes)
-        in_bytes += np.maximum(attention_flops / flops_per_byte, attention_bytes)
-        return _least_squares(in_bytes, times)
+    def attempt(flops_per_byte: float) -> tuple[float, Floats]:
+        """The error, and with it seconds a byte of linear layers, seconds a byte of attention, and seconds a
+        step."""
+        linear = np.maximum(linear_flops / flops_per_byte, linear_bytes)
+        attention = np.maximum(attention_flops / flops_per_byte, attention_bytes)
+        return _least_squares((linear, attention, np.ones_like(times)), times)
 
     low, high = 0.1, 1e4
     for _ in range(6):
@@ -153,19 +157,25 @@ def fit(works: Sequence[StepWork], measured_s: Sequence[float]) -> Card:
         best = min(range(len(ratios)), key=lambda index: attempt(float(ratios[index]))[0])
         low, high = ratios[max(best - 1, 0)], ratios[min(best + 1, len(ratios) - 1)]
     ratio = float(ratios[best])
-    _, seconds_per_byte, overhead_s = attempt(ratio)
-    return Card(ratio / seconds_per_byte, 1 / seconds_per_byte, overhead_s)
+    _, (per_linear_byte, per_attention_byte, overhead_s) = attempt(ratio)
+    # Steps that tell nothing of attention leave it at the same rates.
+    share = per_linear_byte / per_attention_byte if per_attention_byte > 0 else 1.0
+    return Card(ratio / per_linear_byte, 1 / per_linear_byte, overhead_s, attention_share=share)
 
 
-def _least_squares(amounts: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, float, float]:
-    """(error, slope, intercept) of times over amounts, relative to the times; no intercept below 0."""
-    columns = np.stack((amounts / times, 1 / times), axis=1)
-    slope, intercept = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
-    if intercept < 0 or slope <= 0:
-        intercept = 0.0
-        slope = columns[:, 0].sum() / (columns[:, 0] ** 2).sum()
-    error = ((columns @ np.array((slope, intercept)) - 1) ** 2).sum()
-    return float(error), float(slope), float(intercept)
+def _least_squares(amounts: tuple[Floats, ...], times: Floats) -> tuple[float, Floats]:
+    """The error relative to the times, and the factors of the amounts that make it least, none below 0: as
+    long as one would be, the least but the first is left out."""
+    columns = np.stack([amount / times for amount in amounts], axis=1)
+    factors = np.zeros(len(amounts))
+    used = np.arange(len(amounts))
+    found = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
+    while found.min() < 0:
+        used = np.delete(used, 1 + found[1:].argmin())
+        found = np.linalg.lstsq(columns[:, used], np.ones(len(times)), rcond=None)[0]
+    factors[used] = found
+    error = ((columns @ factors - 1) ** 2).sum()
+    return float(error), factors
 
 
 def named(kind: type[_T], name: str) -> _T:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -43,11 +43,12 @@ def test_each_part_of_a_step_is_as_slow_as_the_slower_of_its_two_sides() -> None
     assert step_s(card, StepWork(1000, 150, 0, 0)) == 1 + 15
     assert step_s(card, StepWork(1000, 50, 200, 60)) == 1 + 10 + 6
     assert step_s(card, StepWork(1000, 50, 800, 60)) == 1 + 10 + 8
+    assert step_s(replace(card, attention_share=0.5), StepWork(1000, 50, 800, 60)) == 1 + 10 + 16
 
 
 def test_a_card_is_found_again_from_its_steps_however_some_were_interrupted() -> None:
     rng = random.Random(3)
-    card = Card(flops_per_s=4e11, bytes_per_s=2e10, overhead_s=1.5e-3)
+    card = Card(flops_per_s=4e11, bytes_per_s=2e10, overhead_s=1.5e-3, attention_share=0.6)
     works = []
     for _ in range(300):
         slices = tuple(
@@ -60,6 +61,7 @@ def test_a_card_is_found_again_from_its_steps_however_some_were_interrupted() ->
     assert found.flops_per_s == pytest.approx(card.flops_per_s, rel=0.01)
     assert found.bytes_per_s == pytest.approx(card.bytes_per_s, rel=0.01)
     assert found.overhead_s == pytest.approx(card.overhead_s, rel=0.05)
+    assert found.attention_share == pytest.approx(card.attention_share, rel=0.02)
 
     times[::50] = [10 * time_s for time_s in times[::50]]  # interrupted
     found = fit(works, times)
@@ -71,6 +73,7 @@ def test_no_step_has_an_overhead_below_nothing() -> None:
     works = [StepWork(0, bytes_, 0, 0) for bytes_ in (100, 200, 400)]
     found = fit(works, [0.5, 1.5, 3.5])  # a line through -0.5
     assert found.overhead_s == 0
+    assert found.attention_share == 1  # of which they tell nothing
     # Least squares of t / measured - 1, with t = bytes / rate: the rate is the sum of squares over the sum.
     shares = [100 / 0.5, 200 / 1.5, 400 / 3.5]
     assert found.bytes_per_s == pytest.approx(sum(share**2 for share in shares) / sum(shares), rel=1e-6)

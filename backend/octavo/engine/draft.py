@@ -38,7 +38,7 @@ class Draft:
             self.copies.append(appended.copy)
         seq_id, start = seq.id, seq.num_computed_tokens
         samples: tuple[int, ...] = ()
-        if start + length == len(seq.token_ids) and seq.request.embed is None:
+        if start + length == len(seq.token_ids) and seq.is_sampled:
             samples = (seq_id, *self._fork(seq)) if seq.children else (seq_id,)
         self.slices.append(
             _slice_of((seq_id, start, length, appended.first_block, appended.block_ids, samples))
@@ -63,7 +63,7 @@ class Draft:
 
     def _fork(self, seq: Sequence) -> tuple[int, ...]:
         """The sequence's prompt is computed: its children run beside it from now on. Returns their ids."""
-        children, seq.children = seq.children, []
+        children, seq.children = seq.children, ()
         for child in children:
             self.blocks.fork(seq, child)
             self.forks.append(Fork(seq.id, child.id, child.sampling))

@@ -16,6 +16,7 @@ from octavo.engine.sequence import Sequence
 from octavo.errors import InvalidArgument, PromptTooLong
 from octavo.request import Request, SamplingParams
 
+_NONE: frozenset[int] = frozenset()
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # sets the seeds of a request's sequences apart
 
 
@@ -61,7 +62,9 @@ class Reception:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         self._num_requests += 1
         sequences = []
-        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos)
+        stop_ids = _NONE if params.ignore_eos else self._eos  # one object for all stays in the CPU's caches
+        if params.stop_token_ids:
+            stop_ids = stop_ids.union(params.stop_token_ids)
         masked = tuple(sorted(stop_ids)) if params.min_tokens else ()
         for index in range(params.num_sequences):
             self._num_sequences += 1
@@ -76,6 +79,7 @@ class Reception:
                     min_length=num_prompt_tokens + params.min_tokens,
                     max_length=min(num_prompt_tokens + params.max_tokens, self._max_model_len),
                     token_ids=array("i", request.prompt_token_ids),
+                    is_sampled=request.embed is None,
                 )
             )
         first = sequences[0]
@@ -83,7 +87,7 @@ class Reception:
             ask_for_prompt_logprobs(first, params.prompt_logprobs)
         if params.use_beam_search:
             BeamGroup.form(sequences)
-        first.children = sequences[1:]
+        first.children = tuple(sequences[1:])
         uncomputed = num_prompt_tokens - self._blocks.num_cached_tokens(first)
         before = precedence(self._policy, request.priority, uncomputed, clock_tokens)
         for seq in sequences:

@@ -29,7 +29,8 @@ class Sequence:
     min_length: int  # tokens, the prompt's too, up to which none of them does
     max_length: int  # tokens, the prompt's too, at which it ends
     token_ids: "array[int]"  # of type "i": hashed as it lies in memory, and a tenth of the size of a list
-    children: list["Sequence"] = field(default_factory=list)
+    children: "tuple[Sequence, ...]" = ()
+    is_sampled: bool = True  # whether tokens are to follow: not for a prompt that is embedded
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as anyone asked
