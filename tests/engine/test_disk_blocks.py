@@ -26,6 +26,13 @@ def files(text: str, *block_ids: int) -> tuple[BlockFile, ...]:
     return tuple(BlockFile(id, name.hex()) for id, name in zip(block_ids, names(text), strict=True))
 
 
+def restarted(before: Run) -> Run:
+    """A new engine that finds the files of another one."""
+    run = Run(has_directory=True)
+    run.executor.files, run.executor._written = before.executor.files, before.executor._written
+    return run
+
+
 def ended(run: Run, prompt: list[int], **params: object) -> list[StepPlan]:
     """The plans that it took."""
     before = len(run.plans)
@@ -98,8 +105,7 @@ def test_a_prompt_that_comes_again_is_saved_and_read_by_a_scheduler_that_starts_
     assert first.executor.files == set()
     (plan, _) = ended(first, [*TEXT, 2], max_tokens=2)
     assert [block.digest for block in plan.saves] == [d.hex() for d in first.blocks._cached][:4]
-    second = Run(has_directory=True)
-    second.executor.files, second.executor._written = first.executor.files, first.executor._written
+    second = restarted(first)
     (plan, _) = ended(second, [*TEXT, 3], max_tokens=2)
     assert len(plan.loads) == 4
     assert [piece.start for piece in plan.slices] == [len(TEXT)]
@@ -115,8 +121,7 @@ def test_those_who_come_together_read_once_and_wait_for_it() -> None:
     first = Run(has_directory=True)
     for number in range(2):
         ended(first, [*TEXT, number], max_tokens=1)
-    second = Run(has_directory=True)
-    second.executor.files, second.executor._written = first.executor.files, first.executor._written
+    second = restarted(first)
     for number in range(5):
         second.add([*TEXT, number], max_tokens=2)
     second.drain()
@@ -131,8 +136,7 @@ def test_a_step_that_loads_much_admits_nobody_else(monkeypatch: pytest.MonkeyPat
     for prompt in (*prompts, *prompts):
         ended(first, prompt, max_tokens=1)
     monkeypatch.setattr(disk_blocks, "_ENOUGH_LOADS", 5)
-    second = Run(has_directory=True)
-    second.executor.files, second.executor._written = first.executor.files, first.executor._written
+    second = restarted(first)
     for prompt in prompts:
         second.add(prompt, max_tokens=4)
     second.drain()
@@ -157,8 +161,7 @@ def test_a_step_that_fails_publishes_nothing_of_what_it_was_to_load() -> None:
     first = Run(has_directory=True)
     for number in range(2):
         ended(first, [*TEXT, number], max_tokens=1)
-    second = Run(has_directory=True)
-    second.executor.files, second.executor._written = first.executor.files, first.executor._written
+    second = restarted(first)
     (seq_id,) = second.add([*TEXT, 2], max_tokens=1)
     second.executor.fail_next = True
     with pytest.raises(StepFailed, match="made to fail"):

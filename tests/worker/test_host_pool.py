@@ -7,33 +7,13 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.model_config import ModelConfig, RopeConfig
 from octavo.protocol import Swap
 from octavo.worker.host_pool import HostPool, host_size
 from octavo.worker.kv_cache import KVCache, block_bytes
+from tiny_config import MODEL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
-
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    intermediate_size=64,
-    vocab_size=100,
-    max_positions=1024,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    tie_embeddings=True,
-    attention_bias=False,
-    mlp_bias=False,
-    eos_token_ids=(),
-    bos_token_id=None,
-    torch_dtype="float32",
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,12 @@ from octavo.config import EngineConfig
 from octavo.engine.protocol_json import from_json, to_json
 from octavo.errors import ConfigError, OctavoError, RecordingError, StepFailed
 from octavo.protocol import BlockFile, Executor, SequenceResult, StepPlan, StepResult
-from octavo.weights.files import resolve_model_path
+from octavo.weights.files import resolve_model_path, sample_digest
 
 log = logging.getLogger("octavo")
 
 _VERSION = 1
 _PACKAGES = ("octavo", "torch", "numpy")
-_SAMPLE_BYTES = 2**16  # read at either end of a file of weights, to tell it from others
 
 
 class Recorder:
@@ -242,7 +240,7 @@ def versions() -> dict[str, str]:
 
 
 def model_files(model: str) -> dict[str, str]:
-    """Of each file of a model, its size and a digest of both its ends: to tell whether another machine has
+    """Of each file of a model, its size and a digest of samples: to tell whether another machine has
     the same, without reading all of it. Raises `ConfigError`."""
     path = resolve_model_path(model)
     found = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -251,12 +249,7 @@ def model_files(model: str) -> dict[str, str]:
 
 
 def _fingerprint(file: Path) -> str:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        digest = blake2b(content.read(_SAMPLE_BYTES), digest_size=8)
-        content.seek(max(size - _SAMPLE_BYTES, 0))
-        digest.update(content.read(_SAMPLE_BYTES))
-    return f"{size} bytes, {digest.hexdigest()}"
+    return f"{file.stat().st_size} bytes, {sample_digest(file)}"
 
 
 def _gist(result: SequenceResult) -> str:

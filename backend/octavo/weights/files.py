@@ -1,6 +1,10 @@
-"""Finds what an operator wrote as `model`, and reads the JSON files beside weights. Torch-free."""
+"""Finds what an operator wrote as `model`, reads the JSON files beside weights, and tells weights apart.
+
+Torch-free.
+"""
 
 import json
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,8 @@ from octavo.errors import ConfigError
 
 _PACKAGE_SCHEME = "pkg://"
 _MAX_JSON_BYTES = 64 * 2**20  # an index names each tensor once: the largest known ones have about 10 MB
+_SAMPLES = 64  # of a file that is too large to be read whole, spread evenly, both its ends among them
+_SAMPLE_BYTES = 4096
 
 
 def resolve_model_path(model: str) -> Path:
@@ -62,3 +68,14 @@ def read_json_object(path: Path, *, required: bool = True) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: it must hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+def sample_digest(path: Path) -> str:
+    """Digits that tell a file from others of its size, by samples of its bytes. Raises `OSError`."""
+    digest = blake2b(digest_size=16)
+    last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        for index in range(_SAMPLES):
+            file.seek(last * index // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -5,19 +5,16 @@ the tokens, and whose they are.
 """
 
 import json
-import os
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
+from octavo.weights.files import sample_digest
 from octavo.weights.loader import Checkpoint
 
 # To be raised whenever the same tokens come to have other bytes, in another place, or in other files.
 _LAYOUT_VERSION = 1
-
-_SAMPLES = 64  # of each file of weights, spread evenly
-_SAMPLE_BYTES = 4096
 
 
 def fingerprint(
@@ -39,12 +36,9 @@ def fingerprint(
     how = [_LAYOUT_VERSION, str(dtype), str(kv_dtype), quantization, block_size, device.type]
     digest.update(json.dumps([how, checkpoint.config()], sort_keys=True, default=str).encode())
     for path in _weight_files(checkpoint.path):
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            digest.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode())
-            for index in range(_SAMPLES):
-                file.seek(status.st_size * index // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+        status = path.stat()
+        what = [path.name, status.st_size, status.st_mtime_ns, sample_digest(path)]
+        digest.update(json.dumps(what).encode())
     return digest.digest()
 
 
