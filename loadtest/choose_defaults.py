@@ -138,7 +138,7 @@ def outcome(machine: Machine, choice: Choice, trace: list[TraceRequest]) -> Outc
 
 
 def is_default(choice: Choice) -> bool:
-    defaults = EngineConfig(model="none")
+    defaults = EngineConfig(model="none").for_model(MAX_MODEL_LEN)
     return (
         all(getattr(defaults, name) == value for name, value in choice.arguments.items())
         and choice.watermark == WATERMARK

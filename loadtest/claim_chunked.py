@@ -131,7 +131,7 @@ def simulated_row(label: str, arguments: dict[str, Any]) -> Row:
         max_num_seqs=128,
         enable_prefix_caching=False,
         seed=0,
-        **{"max_num_batched_tokens": 2048, **arguments},
+        **arguments,
     )
     load = SIMULATED
     trace = [TraceRequest(0.0, load.short_prompt, load.short_output)] * load.num_short

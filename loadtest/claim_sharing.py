@@ -141,7 +141,7 @@ def smollm2(dtype: str) -> Bench:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=2**30,
         seed=0,
-    )
+    ).for_model(MAX_MODEL_LEN)
     checkpoint = open_checkpoint(config.model)
     executor = LocalExecutor(config, checkpoint, ModelConfig.from_dict(checkpoint.config()))
     return Bench(executor, executor.num_blocks, config)

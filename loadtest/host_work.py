@@ -46,8 +46,7 @@ class HostWork:
         with self.timed("input"):
             self.rows.apply(plan)
             step = build_step(self.rows, plan, self._layouts)
-            batch = self.rows.sample_batch(step.row_to_sequence)
-        count = len(batch.positions)
+        count = len(step.seq_ids)
         samples = Samples(self._tokens.integers(0, self._vocab_size, count), np.ones(count, np.bool_), {})
         with self.timed("result"):
             self.rows.append(step.row_to_sequence, samples.token_ids)

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128, help="output tokens of each")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantization", choices=["int8"], help="of Octavo's linear layers")
-    parser.add_argument("--token-budget", type=int, default=2048, help="max_num_batched_tokens")
+    parser.add_argument("--token-budget", type=int, default=1024, help="max_num_batched_tokens")
     parser.add_argument("--repeat", type=int, default=3, help="turns; medians are reported")
     parser.add_argument("--alone", action="store_true", help="without Transformers")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -19,6 +19,7 @@ from typing import Any
 
 Settings = Mapping[str, Any]
 Prompts = list[list[int]]
+TOKENS_A_STEP = 2048  # at most, of every engine that takes prompts in chunks
 # Does one work. The answer has `tokens`, and may have `seconds` where they are fewer than the call took.
 Run = Callable[[Prompts, int], dict[str, Any]]
 
@@ -28,7 +29,7 @@ def octavo(settings: Settings) -> Iterator[Run]:
     """The engine by itself, in this process. The settings are its own."""
     from octavo import Engine, SamplingParams
 
-    engine = Engine(settings)
+    engine = Engine({"max_num_batched_tokens": TOKENS_A_STEP, **settings})
 
     def run(prompts: Prompts, output: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
@@ -55,7 +56,7 @@ def vllm(settings: Settings) -> Iterator[Run]:
         **settings,
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_num_batched_tokens=2048,  # as Octavo's
+        max_num_batched_tokens=TOKENS_A_STEP,
         enable_prefix_caching=False,
     )
 

@@ -82,9 +82,10 @@ class Replay:
         watermark: float = WATERMARK,
         num_host_blocks: int = 0,
     ) -> None:
-        """`config` is complete (`for_model`). Raises `ValueError` when one sequence does not fit."""
+        """`config` has a `max_model_len`. Raises `ValueError` when one sequence does not fit."""
         size = config.block_size if block_size is None else block_size
         assert config.max_model_len is not None
+        config = config.for_model(config.max_model_len)
         if num_blocks * size < config.max_model_len:
             raise ValueError(
                 f"the KV cache holds {max(num_blocks, 0)} blocks of {size} tokens, less than one sequence of "
@@ -199,6 +200,18 @@ def num_blocks_of(config: EngineConfig, card: Card, shape: ModelShape) -> int:
     return max(int(room_bytes / (shape.kv_bytes_per_token * config.block_size)), 0)
 
 
+def num_host_blocks_of(config: EngineConfig, card: Card, shape: ModelShape) -> int:
+    """What `swap_space` asks for; 4 GiB where it is not set and the card's link is known. Raises `ValueError`
+    when that is not known, but asked for."""
+    if not config.enable_prefix_caching or config.preemption_mode == "recompute":
+        return 0
+    if card.link_bytes_per_s is None and config.swap_space:
+        raise ValueError("the card has no 'link_bytes_per_s'; leave swap_space out of --engine")
+    default_gib = 0 if card.link_bytes_per_s is None else 4
+    wanted_gib = default_gib if config.swap_space is None else config.swap_space
+    return int(wanted_gib * 2**30 / (shape.kv_bytes_per_token * config.block_size))
+
+
 def text_of(report: Report) -> str:
     """For people."""
 
@@ -257,7 +270,8 @@ def main() -> None:
         card, shape = named(Card, args.card), named(ModelShape, args.model)
         config = config_of(args.engine)
         goal = Goal(*(value_ms / 1e3 for value_ms in args.goal))
-        replay = Replay(config, card, shape, num_blocks_of(config, card, shape), goal=goal)
+        num_blocks, num_host_blocks = (of(config, card, shape) for of in (num_blocks_of, num_host_blocks_of))
+        replay = Replay(config, card, shape, num_blocks, goal=goal, num_host_blocks=num_host_blocks)
     except (ConfigError, ValueError, OSError) as error:
         parser.error(str(error))
     try:

@@ -1,6 +1,7 @@
 """Engine arguments: vLLM's names, and a clear word for everything that is wrong."""
 
 import dataclasses
+import json
 import logging
 from typing import Any
 
@@ -12,14 +13,21 @@ from octavo.errors import ConfigError
 
 def test_names_and_defaults_are_those_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="octavo"):
-        config = resolve({"model": "m", "swap_space": 2, "enforce_eager": True, "max_num_seqs": 4})
+        config = resolve({"model": "m", "swap_space": 2, "compilation_config": 3, "max_num_seqs": 4})
     assert (config.model, config.max_num_seqs, config.block_size, config.swap_space) == ("m", 4, 16, 2)
-    assert "enforce_eager" in caplog.text
+    assert "compilation_config" in caplog.text
 
 
 def test_switches_may_be_words_as_in_repositories_of_the_vllm_backend() -> None:
     config = resolve({"model": "m", "disable_log_stats": "True", "enable_prefix_caching": "false"})
     assert (config.disable_log_stats, config.enable_prefix_caching) == (True, False)
+
+
+def test_graphs_are_as_vllms_arguments_say() -> None:
+    assert not resolve({"model": "m"}).enforce_eager
+    config = resolve({"model": "m", "enforce_eager": "true", "cudagraph_capture_sizes": [8, 1]})
+    assert (config.enforce_eager, config.cudagraph_capture_sizes) == (True, (8, 1))
+    assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_an_error_about_one_argument_names_it_for_programs_too() -> None:
@@ -63,10 +71,10 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
 
 
 def test_every_argument_is_honoured_ignored_or_refused_with_a_reason() -> None:
-    parts = sort_arguments({"model": "m", "enforce_eager": True, "seed": None, "task": "classify", "x": 1})
+    parts = sort_arguments({"model": "m", "kernel_config": {}, "seed": None, "task": "classify", "x": 1})
     assert parts.honoured == {"model": "m"}
     assert parts.ignored == {
-        "enforce_eager": "it is about vLLM's own kernels and compiler",
+        "kernel_config": "it is about vLLM's own kernels and compiler",
         "seed": "null stands for the default",
     }
     assert sorted(parts.refused) == ["task", "x"]
@@ -92,6 +100,13 @@ def test_no_name_is_in_two_tables() -> None:
         ({"model": "m", "qqq": 4}, "unknown engine argument 'qqq'; known: "),
         ({"model": "m", "dtype": "int3"}, "'dtype' is 'int3'; allowed: auto, float32, bfloat16, float16"),
         ({"model": "m", "block_size": 0}, "'block_size' is 0; allowed: 1 to 1024"),
+        ({"model": "m", "cudagraph_capture_sizes": 8}, "'cudagraph_capture_sizes' is 8; it must be a list"),
+        (
+            {"model": "m", "cudagraph_capture_sizes": [8, 0]},
+            "'cudagraph_capture_sizes' is (8, 0); allowed: a list of 1 to 1000 numbers of sequences, or",
+        ),
+        ({"model": "m", "cudagraph_capture_sizes": []}, "'cudagraph_capture_sizes' is (); allowed: a list"),
+        ({"model": "m", "cudagraph_capture_sizes": ["8"]}, "'cudagraph_capture_sizes' is ('8',); allowed:"),
         ({"model": "m", "block_size": "16"}, "'block_size' is '16'; it must be an integer"),
         ({"model": "m", "block_size": True}, "'block_size' is True; it must be an integer"),
         (
@@ -191,3 +206,13 @@ def test_without_chunks_the_budget_must_hold_a_whole_prompt() -> None:
     with pytest.raises(ConfigError, match=r"must hold a whole prompt: max_model_len \(512\) and more"):
         config.for_model(512)
     assert config.for_model(256).max_model_len == 256
+
+
+def test_the_budget_of_a_step_holds_what_cannot_be_cut() -> None:
+    assert resolve({"model": "m"}).for_model(4096).max_num_batched_tokens == 1024
+    assert resolve({"model": "m", "max_num_seqs": 2000}).for_model(4096).max_num_batched_tokens == 2000
+    whole = {"model": "m", "enable_chunked_prefill": False}
+    assert resolve(whole).for_model(4096).max_num_batched_tokens == 4096
+    assert resolve(whole).for_model(512).max_num_batched_tokens == 1024
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(2000\) to 1048576"):
+        resolve({"model": "m", "max_num_seqs": 2000, "max_num_batched_tokens": 1024})

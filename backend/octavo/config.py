@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError
 from octavo.values import suggestion
@@ -38,10 +38,12 @@ _IGNORED_BECAUSE = {
     ),
     "prompts are not logged unless enable_log_requests says so": "disable_log_requests",
     "it is about vLLM's own kernels and compiler": (
-        "enforce_eager max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes "
-        "cudagraph_capture_sizes max_cudagraph_capture_size compilation_config optimization_level "
+        "compilation_config optimization_level "
         "attention_backend attention_config kernel_config disable_cascade_attn disable_sliding_window "
         "max_paddings performance_mode"
+    ),
+    "CUDA graphs serve any context, at the sizes of 'cudagraph_capture_sizes'": (
+        "max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes max_cudagraph_capture_size"
     ),
     "it is about vLLM's own processes": (
         "worker_use_ray engine_use_ray distributed_executor_backend ray_workers_use_nsight worker_cls "
@@ -100,6 +102,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+_TOKEN_BUDGET = 1024  # chosen in backend/docs/scheduling.md
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that an operator may set. Sizes in tokens unless the name says otherwise."""
@@ -111,7 +116,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output together; the model's own limit when None
     block_size: int = 16
     max_num_seqs: int = 256  # it and others are chosen in backend/docs/scheduling.md
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None  # 1024, and whatever must fit into one step, when None
     max_queue_size: int | None = None  # requests that may wait for their first step; no limit when None
     scheduling_policy: SchedulingPolicy = "priority"  # see engine/policy.py
     fair_scheduling: bool = False  # the line is taken by turns of tenants, each with its own by the policy
@@ -126,6 +131,8 @@ class EngineConfig:
     prefix_cache_disk_gib: float = 10.0  # that it may take, whoever else uses it
     enable_chunked_prefill: bool = True
     seed: int | None = None  # for requests that bring none; from the system's entropy when None
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs for decode steps
+    cudagraph_capture_sizes: tuple[int, ...] | None = None  # sequences; None: worker/cuda_graphs.py has them
     num_threads: int | None = None  # CPU threads of the forward; all cores it may use when None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -143,14 +150,17 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(f"'{name}' is {getattr(self, name)!r}; allowed: {allowed}", name)
 
+        if isinstance(self.cudagraph_capture_sizes, list):  # as JSON has it
+            object.__setattr__(self, "cudagraph_capture_sizes", tuple(self.cudagraph_capture_sizes))
         for name, hint in get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), hint)
         require(bool(self.model), "model", "the path of a GGUF file or of a Hugging Face folder")
         require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "2 and more")
         require(1 <= self.block_size <= 1024, "block_size", "1 to 1024")
         require(1 <= self.max_num_seqs <= 65536, "max_num_seqs", "1 to 65536")
+        budget = self.max_num_batched_tokens
         require(
-            self.max_num_seqs <= self.max_num_batched_tokens <= 2**20,
+            budget is None or self.max_num_seqs <= budget <= 2**20,
             "max_num_batched_tokens",
             f"max_num_seqs ({self.max_num_seqs}) to {2**20}, so that every sequence can have a token a step",
         )
@@ -185,6 +195,12 @@ class EngineConfig:
             "null, since enable_prefix_caching is false: nothing would go there",
         )
         require(0 < self.prefix_cache_disk_gib <= 2**20, "prefix_cache_disk_gib", "above 0 and up to 1048576")
+        sizes = self.cudagraph_capture_sizes
+        require(
+            sizes is None or (0 < len(sizes) <= 1000 and all(type(s) is int and s > 0 for s in sizes)),
+            "cudagraph_capture_sizes",
+            "a list of 1 to 1000 numbers of sequences, or 'enforce_eager': true for no graphs",
+        )
         require(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) == 1, name, "1 in this version")
@@ -205,28 +221,36 @@ class EngineConfig:
         )
         require(self.record_steps_bytes > 0, "record_steps_bytes", "1 and more")
 
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens` of a complete configuration."""
+        assert self.max_num_batched_tokens is not None, "for_model fills it in"
+        return self.max_num_batched_tokens
+
     def for_model(self, max_positions: int) -> "EngineConfig":
-        """The same, with `max_model_len` known. Raises `ConfigError` when the model's limit is exceeded."""
+        """The same, complete: with `max_model_len` and `max_num_batched_tokens` known. Raises `ConfigError`
+        when the model's limit is exceeded."""
         if self.max_model_len is not None and self.max_model_len > max_positions:
             raise ConfigError(
                 f"'max_model_len' is {self.max_model_len}; the model takes at most {max_positions} tokens",
                 "max_model_len",
             )
         length = self.max_model_len or max_positions
-        config = dataclasses.replace(self, max_model_len=length)
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < length:
+        whole = 1 if self.enable_chunked_prefill else length  # tokens that cannot be cut
+        budget = self.max_num_batched_tokens or max(_TOKEN_BUDGET, self.max_num_seqs, whole)
+        if budget < whole:
             raise ConfigError(
-                f"'max_num_batched_tokens' is {self.max_num_batched_tokens}; while enable_chunked_prefill is "
-                f"false it must hold a whole prompt: max_model_len ({length}) and more",
+                f"'max_num_batched_tokens' is {budget}; while enable_chunked_prefill is false it must hold a "
+                f"whole prompt: max_model_len ({length}) and more",
                 "max_num_batched_tokens",
             )
-        return config
+        return dataclasses.replace(self, max_model_len=length, max_num_batched_tokens=budget)
 
 
 _FIELDS = {f.name for f in dataclasses.fields(EngineConfig)}
 _SWITCHES = {name for name, hint in get_type_hints(EngineConfig).items() if hint is bool}
 
-_TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false", float: "a number"}
+_TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false", float: "a number", tuple: "a list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +330,9 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
             return
         hint = next(h for h in get_args(hint) if h is not type(None))
     choices = get_args(hint)
-    if choices:
+    if get_origin(hint) is tuple:
+        hint = tuple
+    elif choices:
         if value not in choices:
             raise ConfigError(f"'{name}' is {value!r}; allowed: {', '.join(choices)}", name)
         return

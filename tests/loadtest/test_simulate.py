@@ -12,7 +12,7 @@ import simulate
 from octavo.config import EngineConfig
 from octavo.protocol import StepPlan
 from roofline import CARDS, SHAPES, Card
-from simulate import Prompts, Replay, config_of, num_blocks_of, text_of
+from simulate import Prompts, Replay, config_of, num_blocks_of, num_host_blocks_of, text_of
 from simulation_report import Goal, Report, Samples
 from traces import MIXED, TraceRequest, load
 
@@ -200,6 +200,18 @@ def test_the_cache_is_as_large_as_the_configuration_or_the_card_has_it() -> None
     assert num_blocks_of(half, CARDS["h100"], shape) == int(left_bytes / block_bytes)
     with pytest.raises(ValueError, match="no 'memory_bytes'; set kv_cache_memory_bytes"):
         num_blocks_of(half, A_SECOND_A_STEP, shape)
+
+
+def test_host_blocks_are_what_the_engine_would_have() -> None:
+    shape, h100 = SHAPES["llama-8b"], CARDS["h100"]
+    block_bytes = shape.kv_bytes_per_token * 16
+    assert num_host_blocks_of(config_of("{}"), h100, shape) == 4 * 2**30 // block_bytes
+    assert num_host_blocks_of(config_of("{}"), A_SECOND_A_STEP, shape) == 0
+    assert num_host_blocks_of(config_of('{"swap_space": 0.5}'), h100, shape) == 2**29 // block_bytes
+    for without in ('{"swap_space": 0}', '{"preemption_mode": "recompute"}', '{"enable_prefix_caching": false}'):
+        assert num_host_blocks_of(config_of(without), h100, shape) == 0
+    with pytest.raises(ValueError, match="link_bytes_per_s"):
+        num_host_blocks_of(config_of('{"swap_space": 1}'), A_SECOND_A_STEP, shape)
 
 
 def test_the_command(

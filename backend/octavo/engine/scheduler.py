@@ -80,7 +80,7 @@ class Scheduler:
     ) -> None:
         assert config.max_model_len is not None
         self._max_model_len = config.max_model_len
-        self._most_tokens = config.max_num_batched_tokens
+        self._most_tokens = config.token_budget
         self._pace: Pace | None = None
         times = StepTimes()
         if config.target_itl_ms is not None:
