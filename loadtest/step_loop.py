@@ -63,7 +63,7 @@ class StepLoop:
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_sequences,
-            max_num_batched_tokens=num_sequences * PROMPT_TOKENS[1],
+            max_num_batched_tokens=min(num_sequences * PROMPT_TOKENS[1], 2**20),
         )
         blocks_each = -(-(PROMPT_TOKENS[1] + num_steps + 2) // BLOCK_SIZE)
         blocks = BlockManager(int(1.1 * num_sequences * blocks_each) + 1, BLOCK_SIZE)

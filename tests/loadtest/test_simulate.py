@@ -208,8 +208,8 @@ def test_host_blocks_are_what_the_engine_would_have() -> None:
     assert num_host_blocks_of(config_of("{}"), h100, shape) == 4 * 2**30 // block_bytes
     assert num_host_blocks_of(config_of("{}"), A_SECOND_A_STEP, shape) == 0
     assert num_host_blocks_of(config_of('{"swap_space": 0.5}'), h100, shape) == 2**29 // block_bytes
-    for without in ('{"swap_space": 0}', '{"preemption_mode": "recompute"}', '{"enable_prefix_caching": false}'):
-        assert num_host_blocks_of(config_of(without), h100, shape) == 0
+    for without in ({"swap_space": 0}, {"preemption_mode": "recompute"}, {"enable_prefix_caching": False}):
+        assert num_host_blocks_of(config_of(json.dumps(without)), h100, shape) == 0
     with pytest.raises(ValueError, match="link_bytes_per_s"):
         num_host_blocks_of(config_of('{"swap_space": 1}'), A_SECOND_A_STEP, shape)
 

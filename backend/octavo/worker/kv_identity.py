@@ -14,7 +14,7 @@ from octavo.weights.files import sample_digest
 from octavo.weights.loader import Checkpoint
 
 # To be raised whenever the same tokens come to have other bytes, in another place, or in other files.
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 
 
 def fingerprint(

@@ -8,6 +8,8 @@ from torch import Tensor
 from octavo_kernels import kv_format
 from octavo_kernels.cpu.library import TYPES, cache_type, num_threads
 
+_LARGEST_HEAD = 1024  # of the buffers in csrc/rope_store.c
+
 
 def takes(
     qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
@@ -17,6 +19,7 @@ def takes(
         and cache_type(k_cache, qkv.dtype) is not None
         and cos.dtype == sin.dtype == torch.float32
         and slot_mapping.dtype == torch.int64
+        and qkv.shape[2] <= _LARGEST_HEAD
         and all(x.is_contiguous() for x in (qkv, cos, sin, k_cache, v_cache, slot_mapping))
     )
 

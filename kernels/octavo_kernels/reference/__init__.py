@@ -2,6 +2,7 @@
 
 from octavo_kernels.reference import (
     activation,
+    block_copy,
     kv_store,
     linear_int8,
     paged_attention,
@@ -11,4 +12,14 @@ from octavo_kernels.reference import (
     sampling,
 )
 
-__all__ = ["activation", "kv_store", "linear_int8", "paged_attention", "plan", "rms_norm", "rope", "sampling"]
+__all__ = [
+    "activation",
+    "block_copy",
+    "kv_store",
+    "linear_int8",
+    "paged_attention",
+    "plan",
+    "rms_norm",
+    "rope",
+    "sampling",
+]

@@ -91,6 +91,21 @@ class BatchPlan:
     slot_mapping: NDArray[np.integer[Any]]
 
     @cached_property
+    def num_single(self) -> int:
+        """Sequences with one new token."""
+        return int((np.diff(self.query_start) == 1).sum())
+
+    @cached_property
+    def longest_query(self) -> int:
+        """New tokens of the sequence that has most."""
+        return int(np.diff(self.query_start).max(initial=0))
+
+    @cached_property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.context_lens.max(initial=0))
+
+    @cached_property
     def slot_rows(self) -> Tensor:
         """[T * Hkv] where `kv_store` writes, as rows of the cache seen as [N * Hkv * B, D]."""
         return slot_rows(self.layout, np.asarray(self.slot_mapping, np.int64))

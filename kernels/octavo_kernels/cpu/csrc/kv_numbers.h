@@ -5,7 +5,8 @@
 
 #include "vec.h"
 
-#define SCALE_BYTES 2  // of a token's head: a bfloat16
+#define SCALE_BYTES 2    // of a token's head: a bfloat16
+#define LEAST_SPREAD 16  // numbers that a Hadamard matrix mixes
 
 INLINE int is_quantised(int64_t type) { return type == INT8 || type == FP8; }
 

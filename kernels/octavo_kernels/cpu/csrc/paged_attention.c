@@ -105,7 +105,7 @@ static void write_row(const Attention *a, const Work *w, int64_t row, const floa
     const int type = (int)a->type;
     const int64_t head = w->head * a->group + row % a->group;
     void *to = at_mut(a->out, ((w->query + row / a->group) * a->heads + head) * a->head_size, type);
-    const float factor = 1.0f / total;
+    const float factor = total == 0 ? 0 : 1.0f / total;  // no keys at all: a row that only pads the batch
     for (int64_t i = 0; i < a->head_size; i += LANES)
         store(to, i, load_f32(out + i) * factor, type);
 }

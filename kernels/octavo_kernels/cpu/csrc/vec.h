@@ -121,6 +121,14 @@ INLINE void store_part(void *base, int64_t index, int64_t count, Vec v, int type
     memcpy(at_mut(base, index, type), buffer, (size_t)(count * size_of(type)));
 }
 
+INLINE void store_all(void *to, const float *from, int64_t count, int type) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store(to, i, load_f32(from + i), type);
+    if (i < count)
+        store_part(to, i, count - i, load_part(from, i, count - i, F32), type);
+}
+
 INLINE Vec blend(VecInt mask, Vec yes, Vec no) { return (Vec)(((VecInt)yes & mask) | ((VecInt)no & ~mask)); }
 // The second argument where either is a NaN, as maxps does.
 INLINE Vec max_vec(Vec a, Vec b) { return blend(a > b, a, b); }
