@@ -163,13 +163,13 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
 
 
 def test_the_text_is_made_for_reading(model: MakeModel, capsys: pytest.CaptureFixture[str]) -> None:
-    repository = model(enforce_eager=True)
+    repository = model(kernel_config={})
     status, text, errors = run(str(repository), capsys=capsys)
     assert (status, errors) == (0, "")
     lines = text.splitlines()
     assert lines[0] == "llm"
     assert "  backend       vllm" in lines
-    assert "    ignored     enforce_eager: it is about vLLM's own kernels and compiler" in lines
+    assert "    ignored     kernel_config: it is about vLLM's own kernels and compiler" in lines
     assert "    concurrency 4.0 requests of 128 tokens at once" in lines
     assert lines[-1] == "  would load    yes"
     assert max(map(len, lines)) <= 110

@@ -113,6 +113,7 @@ def test_a_gpus_memory_is_shared_with_weights_and_with_others(
 ) -> None:
     monkeypatch.setattr(capacity, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6_000_000, 10_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = resolve({"model": folder, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 10**4 // 5})
     found = estimate(config)
     # Of ten million bytes others hold four, and a fiftieth stays free.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.protocol import RowSampling
-from octavo.worker.logit_edits import LogitEdits, RowEdits, edited
+from octavo.worker.logit_edits import LogitEdits, RowEdits, edited, to_device
 
 VOCAB = 60
 
@@ -35,7 +35,7 @@ def edit(logits: Tensor, histories: list[tuple[list[int], list[int]]], **values:
         if (found := edits_for(prompt, output, **values)) is not None
     }
     before = logits.clone()
-    result = edited(logits, edits) if edits else logits
+    result = edited(logits, to_device(edits, torch.from_numpy)) if edits else logits
     assert torch.equal(logits, before)
     return result
 
@@ -83,7 +83,7 @@ def test_a_bias_is_added_before_the_penalties() -> None:
 def test_only_allowed_tokens_are_left_as_they_are() -> None:
     logits = logits_for(3)
     edits = {1: LogitEdits(allowed=np.array([4, 9])), 2: LogitEdits(forbidden=np.array([7, VOCAB, 10**6]))}
-    result = edited(logits, edits)
+    result = edited(logits, to_device(edits, torch.from_numpy))
     assert torch.equal(result[0], logits[0])
     assert result[1].isfinite().nonzero()[:, 0].tolist() == [4, 9]
     assert torch.equal(result[1, [4, 9]], logits[1, [4, 9]])

@@ -1,6 +1,6 @@
 """The sampler: frequencies, seeds, log-probabilities, and rows that cannot be sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from octavo.protocol import RowSampling
 from octavo.worker import sampler
 from octavo.worker.logit_edits import LogitEdits
 from octavo.worker.sampler import SETTINGS, SampleBatch, Samples, settings_of, uniforms
-from octavo_kernels import ops
+from octavo.worker.transfers import HOST
+from octavo_kernels import ops, reference
 
 VOCAB = 50
 
@@ -31,7 +32,11 @@ class Identity:
 
 
 def sample(logits: Tensor, batch: SampleBatch) -> Samples:
-    return sampler.sample(Identity(), logits, batch)
+    return sample_with(Identity(), logits, batch)
+
+
+def sample_with(head: Identity, logits: Tensor, batch: SampleBatch) -> Samples:
+    return sampler.read(sampler.draw(head, logits, sampler.send(batch, HOST.add)), HOST)
 
 
 def batch_of(
@@ -196,6 +201,24 @@ def test_unusable_rows_say_so_and_the_others_go_on() -> None:
     assert drawn.logprobs.keys() == {0, 5}
 
 
+@pytest.mark.parametrize("draw", [ops.sample, reference.sampling.sample])
+def test_unusable_rows_are_drawn_from_all_the_same(draw: Callable[..., Tensor]) -> None:
+    """Whether a row is usable is not known yet when it is drawn from."""
+    logits = logits_for(4 * 7)
+    logits[0::4] = torch.nan
+    logits[1::4, 3] = torch.nan
+    logits[2::4] = -torch.inf
+    top_k = torch.tensor([0, 1, 5, 0, 5, 0, 0]).repeat_interleave(4)
+    top_p = torch.tensor([1.0, 1, 1, 0.9, 0.9, 1, 0.5]).repeat_interleave(4)
+    min_p = torch.tensor([0.0, 0, 0, 0, 0, 0.1, 0.1]).repeat_interleave(4)
+    uniform = torch.linspace(0, 0.99, 28, dtype=torch.float64)
+    drawn = draw(logits, torch.ones(28), top_k, top_p, min_p, uniform)
+    assert ((drawn >= 0) & (drawn < VOCAB)).all()
+    good = slice(3, None, 4)
+    alone = draw(logits[good], torch.ones(7), top_k[good], top_p[good], min_p[good], uniform[good])
+    assert torch.equal(drawn[good], alone)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forbidden_tokens_are_not_sampled(temperature: float) -> None:
     logits = logits_for(2)
@@ -291,10 +314,10 @@ def test_all_logits_are_only_computed_where_a_row_needs_them() -> None:
         ([RowSampling(1.0, 65, 1.0, 0.0, 0)], 1),
     ]:
         head = Identity()
-        sampler.sample(head, logits_for(len(samplings)), batch_of(samplings))
+        sample_with(head, logits_for(len(samplings)), batch_of(samplings))
         assert head.num_whole == whole, samplings
     head = Identity()
-    sampler.sample(head, logits_for(1), batch_of([greedy], edits={0: forbidding(3)}))
+    sample_with(head, logits_for(1), batch_of([greedy], edits={0: forbidding(3)}))
     assert head.num_whole == 1
 
 

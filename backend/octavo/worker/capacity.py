@@ -1,6 +1,7 @@
 """How much of a checkpoint fits, told from its files alone: the worker's own arithmetic before the weights.
 
-Used by `octavo check`. What only a loaded model can tell, the memory of its largest step, is left out.
+Used by `octavo check`. What only a loaded model can tell, the memory of its largest step and of CUDA graphs,
+is left out.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from octavo.quant.base import Scheme, Unquantised, Weight
 from octavo.weights.loader import open_checkpoint
 from octavo.worker.disk_pool import directory_bytes
 from octavo.worker.executor import resolve_device, resolve_dtype, resolve_kv_dtype, resolve_scheme
+from octavo.worker.gpu import check_gpu
 from octavo.worker.host_pool import host_size
 from octavo.worker.kv_cache import block_bytes, cache_size
 from octavo.worker.memory import available_bytes
@@ -52,12 +54,13 @@ class Capacity:
 
 def estimate(config: EngineConfig, available: Callable[[], int] = available_bytes) -> Capacity:
     """Raises `ConfigError` or `WeightsError` like the worker: no checkpoint or not a supported one, no such
-    device, or a cache too small for one sequence."""
+    device or one that cannot compute this, or a cache too small for one sequence."""
     checkpoint = open_checkpoint(config.model)
     model_config = ModelConfig.from_dict(checkpoint.config())
     config = config.for_model(model_config.max_positions)
     assert config.max_model_len is not None
     device = resolve_device(config.device)
+    check_gpu(config, model_config, device)
     dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
     scheme = resolve_scheme(config.quantization)
     weight_bytes = num_weight_bytes(model_config, scheme, dtype, device)
@@ -67,7 +70,7 @@ def estimate(config: EngineConfig, available: Callable[[], int] = available_byte
         config,
         bytes_per_block,
         device,
-        profile=lambda: None,
+        profile=lambda: 0,
         cuda=_WithWeights(weight_bytes),
         available=lambda: max(available() - weight_bytes, 0),
     )

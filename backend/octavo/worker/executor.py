@@ -2,11 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
 import torch
+from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, StepFailed
@@ -19,14 +22,15 @@ from octavo.weights.loader import Checkpoint, load_weights, open_checkpoint
 from octavo.worker.cores import usable_cores
 from octavo.worker.disk_pool import open_disk_pool
 from octavo.worker.disk_tier import DiskTier
+from octavo.worker.gpu import check_gpu, open_gpu
 from octavo.worker.host_pool import HostPool, host_size
 from octavo.worker.kv_cache import KVCache, block_bytes, cache_size
 from octavo.worker.memory import readable
-from octavo.worker.model_input import Step, build_step
-from octavo.worker.model_runner import ModelRunner, run_largest_step
-from octavo.worker.pooling import Pooler, with_rows_of
+from octavo.worker.model_input import Step
+from octavo.worker.model_runner import open_runner, run_largest_step
+from octavo.worker.pooling import Pooler, PoolPart
 from octavo.worker.rows import Rows
-from octavo.worker.sampler import Samples
+from octavo.worker.sampler import Drawn, Samples
 from octavo_kernels import ops
 
 log = logging.getLogger("octavo")
@@ -40,11 +44,26 @@ _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.
 _UNUSABLE = "the model gave no usable probabilities for this sequence's next token (a NaN, or none allowed)"
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step whose tokens the device may still be at work on."""
+
+    plan: StepPlan
+    step: Step
+    pool_parts: Sequence[PoolPart]
+    hidden: Tensor  # [R + P + E, H]
+    drawn: Drawn | None
+    forward_s: float
+    sample_s: float
+    swap_s: float
+
+
 class LocalExecutor:
     """Loads the model, sizes the cache, and runs steps. Implements `Executor`.
 
-    A step runs in `collect`, on the calling thread. A thread of its own was measured on a CPU and brought
-    nothing: the forward takes all cores, and what could overlap is 0.2 ms of 33 (32 sequences, 2 cores).
+    A GPU gets its step in `submit`, and `collect` waits for it. On a CPU a step runs in `collect`, on the
+    calling thread. A thread of its own was measured there and brought nothing: the forward takes all cores,
+    and what could overlap is 0.2 ms of 33 (32 sequences, 2 cores).
     After a step that failed it goes on: the scheduler drops the step's sequences with its next plan.
     """
 
@@ -52,9 +71,18 @@ class LocalExecutor:
         """`config` is complete (`for_model`). Sets how many threads the native kernels and torch use, in the
         whole process.
 
-        Raises `ConfigError` (no such device, or a cache too small for one sequence) and `WeightsError`.
+        Raises `ConfigError` (no such device, one that cannot compute this, or a cache too small for one
+        sequence) and `WeightsError`.
         """
         device = resolve_device(config.device)
+        check_gpu(config, model_config, device)
+        self._gpu = open_gpu(device)
+        with self._on_device():
+            self._open(config, checkpoint, model_config, device)
+
+    def _open(
+        self, config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, device: torch.device
+    ) -> None:
         dtype = resolve_dtype(config.dtype, model_config.torch_dtype, device)
         kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
         num_threads = _num_threads(config.num_threads)
@@ -67,9 +95,9 @@ class LocalExecutor:
         def cache_of(num_blocks: int) -> KVCache:
             return KVCache(model_config, num_blocks, config.block_size, kv_dtype, device)
 
-        def profile() -> None:
+        def profile() -> int:
             with torch.inference_mode():
-                run_largest_step(model, cache_of, config)
+                return run_largest_step(model, cache_of, config, self._gpu)
 
         self.block_bytes = block_bytes(model_config, config.block_size, kv_dtype)
         size = cache_size(config, self.block_bytes, device, profile)
@@ -85,13 +113,13 @@ class LocalExecutor:
         host = host_size(config, self.block_bytes, device)
         self.num_host_blocks = host.num_blocks
         self.host_limit = host.limit
-        self._layouts = cache.layouts
         pool = HostPool(cache, host.num_blocks) if host.num_blocks else None
-        self._runner = ModelRunner(model, cache, pool)
+        with torch.inference_mode():
+            self._runner = open_runner(model, cache, config, self._gpu, pool)
         self._disk = open_disk_pool(config, checkpoint, cache, self.block_bytes, dtype, kv_dtype, device)
         self._pooler = Pooler()
         self._rows = Rows()
-        self._submitted: StepPlan | None = None
+        self._submitted: StepPlan | _Begun | None = None
 
     @property
     def directory(self) -> DiskTier | None:
@@ -99,26 +127,49 @@ class LocalExecutor:
         return None if self._disk is None else self._disk.tier
 
     def submit(self, plan: StepPlan) -> None:
-        """Only remembers the step: `collect` runs it."""
+        """On a CPU only remembers the step."""
         assert self._submitted is None, "a step is in flight already"
-        self._submitted = plan
+        if self._gpu is None:
+            self._submitted = plan
+        else:
+            with self._step(plan):
+                self._submitted = self._begin(plan)
 
     def collect(self) -> StepResult:
-        plan, self._submitted = self._submitted, None
-        assert plan is not None, "no step was submitted"
-        try:
-            with torch.inference_mode():
-                return self._run(plan)
-        except Exception as error:
-            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+        submitted, self._submitted = self._submitted, None
+        assert submitted is not None, "no step was submitted"
+        if isinstance(submitted, _Begun):
+            with self._step(submitted.plan):
+                return self._finish(submitted)
+        with self._step(submitted):
+            return self._finish(self._begin(submitted))
 
     def close(self, keep: Iterable[BlockFile] = (), discards: Iterable[str] = ()) -> None:
         """Lets go of the model and the cache."""
-        if self._disk is not None:
-            self._disk.close(keep, discards)
-        del self._disk, self._runner, self._rows, self._pooler
+        with self._on_device():
+            if self._disk is not None:
+                self._disk.close(keep, discards)
+            del self._disk, self._runner, self._rows, self._pooler
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """What is done inside is queued on the GPU's stream, if there is a GPU."""
+        if self._gpu is None:
+            yield
+        else:
+            with self._gpu.stream():
+                yield
+
+    @contextmanager
+    def _step(self, plan: StepPlan) -> Iterator[None]:
+        try:
+            with self._on_device(), torch.inference_mode():
+                yield
+        except Exception as error:
+            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+
+    def _begin(self, plan: StepPlan) -> _Begun:
+        """Waits for no device, unless the plan swaps."""
         begin = time.perf_counter()
         self._rows.apply(plan)
         moves_begin = time.perf_counter()
@@ -128,26 +179,32 @@ class LocalExecutor:
         if self._disk is not None:
             self._disk.load(plan)
         moves_s = time.perf_counter() - moves_begin
-        step = build_step(self._rows, plan, self._layouts)
         self._pooler.apply(plan)
-        to_pool = self._pooler.parts(plan.slices)
-        hidden = self._runner.run(with_rows_of(to_pool, step.inputs))
+        pool_parts = self._pooler.parts(plan.slices)
+        step = self._runner.prepare(self._rows, plan, pool_parts)
+        hidden = self._runner.run(step.inputs)
         forward_end = time.perf_counter()
-        count = len(step.seq_ids)
-        samples = self._runner.sample(hidden[:count], self._rows.sample_batch(step.row_to_sequence))
+        drawn = self._runner.draw(hidden, step)
+        sample_s = time.perf_counter() - forward_end
+        return _Begun(plan, step, pool_parts, hidden, drawn, forward_end - begin - moves_s, sample_s, swap_s)
+
+    def _finish(self, begun: _Begun) -> StepResult:
+        begin = time.perf_counter()
+        step = begun.step
+        samples = self._runner.read(begun.drawn)
         usable = samples.usable
         self._rows.append(step.row_to_sequence[usable], samples.token_ids[usable])
         results = results_of(step, samples)
-        prompt = self._runner.prompt_logprobs(hidden[count:], step.prompt_parts)
-        pooled = self._pooler.pool(hidden[len(step.inputs.sample_rows) :], to_pool)
+        prompt = self._runner.prompt_logprobs(begun.hidden, step)
+        pooled = self._pooler.pool(begun.hidden, begun.pool_parts)
         return StepResult(
-            plan.step_id,
+            begun.plan.step_id,
             results,
-            forward_end - begin - moves_s,
-            time.perf_counter() - forward_end,
+            begun.forward_s,
+            begun.sample_s + time.perf_counter() - begin,
             prompt,
             pooled,
-            swap_s,
+            begun.swap_s,
         )
 
 

@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.protocol import Swap
 from octavo.worker.kv_cache import CacheSize, KVCache
 from octavo.worker.memory import available_bytes, readable
-from octavo_kernels import host_memory
+from octavo_kernels import host_memory, ops
 
 _DEFAULT_BYTES = 4 * 2**30  # beside a GPU
 _MOST_SHARE = 2  # of the memory that is free, one part in so many
@@ -41,14 +41,15 @@ class HostPool:
                 f"{num_slots} KV blocks of host memory cannot be allocated: {error}; lower swap_space",
                 "swap_space",
             ) from error
+        self._rows = self.slots.view(torch.uint8).flatten(3).flatten(1, 2)  # [slots, planes, bytes]
 
     def swap_out(self, swaps: Sequence[Swap]) -> None:
-        for block_id, slot in swaps:
-            self.slots[slot].copy_(self._cache.block(block_id), non_blocking=True)
+        blocks, slots = [block_id for block_id, _ in swaps], [slot for _, slot in swaps]
+        ops.save_blocks(self._cache.planes, blocks, self._rows, slots)
 
     def swap_in(self, swaps: Sequence[Swap]) -> None:
-        for block_id, slot in swaps:
-            self._cache.block(block_id).copy_(self.slots[slot], non_blocking=True)
+        blocks, slots = [block_id for block_id, _ in swaps], [slot for _, slot in swaps]
+        ops.restore_blocks(self._cache.planes, blocks, self._rows, slots)
 
     def wait(self) -> None:
         """Until all copies are made: a GPU makes them by itself."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,11 +40,8 @@ class KVCache:
         memory_dtype = torch.uint8 if kv_format.is_quantised(dtype) else dtype
         self._data = host_memory.empty((config.num_layers, 2, num_blocks, *block), memory_dtype, device)
         self.layers = [LayerCache(layer[0], layer[1]) for layer in self._data.view(dtype)]
-        # On a CPU, [layers, 2, N, bytes]: torch would hand each block that is copied out to all threads, and
-        # wait for them ten times as long as the copy takes when something else has a core.
-        self._bytes: npt.NDArray[np.uint8] | None = None
-        if device.type == "cpu":
-            self._bytes = self._data.view(torch.uint8).flatten(3).numpy()
+        # Of each layer the keys and the values: [planes, N, bytes].
+        self.planes = self._data.view(torch.uint8).flatten(3).flatten(0, 1)
         self.layouts = (ops.KVLayout(config.num_kv_heads, block_size, None, device),)  # by KV group
 
     def block(self, block_id: int) -> Tensor:
@@ -55,25 +50,21 @@ class KVCache:
 
     def content(self, block_id: int) -> Payload:
         """A copy of what `block` has, as bytes."""
-        if self._bytes is not None:
-            return self._bytes[:, :, block_id].copy().reshape(-1)
-        block = self.block(block_id).to("cpu", memory_format=torch.contiguous_format)
-        content: Payload = block.view(torch.uint8).numpy().reshape(-1)
+        num_planes, _, num_bytes = self.planes.shape
+        rows = torch.empty(1, num_planes, num_bytes, dtype=torch.uint8)
+        ops.save_blocks(self.planes, [block_id], rows, [0])
+        content: Payload = rows.view(-1).numpy()
         return content
 
     def set_content(self, block_id: int, content: Payload) -> None:
         """The reverse of `content`."""
-        if self._bytes is not None:
-            num_layers, pair, *_ = self._bytes.shape
-            self._bytes[:, :, block_id] = content.reshape(num_layers, pair, -1)
-            return
-        block = self.block(block_id)
-        block.copy_(torch.from_numpy(content).view(block.dtype).view(block.shape))
+        num_planes, _, num_bytes = self.planes.shape
+        rows = torch.from_numpy(content).view(1, num_planes, num_bytes)
+        ops.restore_blocks(self.planes, [block_id], rows, [0])
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies whole blocks. Every source is read before any destination is written."""
-        index = torch.tensor((sources, destinations), device=self._data.device)
-        self._data.index_copy_(2, index[1], self._data.index_select(2, index[0]))
+        ops.copy_blocks(self.planes, sources, destinations)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -92,15 +83,15 @@ def cache_size(
     config: EngineConfig,
     bytes_per_block: int,
     device: torch.device,
-    profile: Callable[[], None],
+    profile: Callable[[], int],
     *,
     cuda: "CudaMemory | None" = None,
     available: Callable[[], int] = available_bytes,
 ) -> CacheSize:
     """How many blocks there are to be, when the weights are in place already.
 
-    `profile` runs the largest step there can be; on a GPU what it takes is left free. Raises `ConfigError`
-    when one sequence of `max_model_len` does not fit.
+    `profile` runs the largest step there can be, and returns how many bytes will be kept beside it (graphs);
+    on a GPU both are left free. Raises `ConfigError` when one sequence of `max_model_len` does not fit.
     """
     assert config.max_model_len is not None
     blocks_per_sequence = -(-config.max_model_len // config.block_size)
@@ -154,18 +145,18 @@ class CudaMemory(Protocol):
 
 
 def _gpu_budget(
-    utilization: float, device: torch.device, profile: Callable[[], None], cuda: CudaMemory
+    utilization: float, device: torch.device, profile: Callable[[], int], cuda: CudaMemory
 ) -> tuple[int, int]:
-    """Bytes that are left beside the weights and the largest step: of our share of the GPU, and of all that
-    others (and the CUDA context) do not hold.
+    """Bytes that are left beside the weights, the largest step and graphs: of our share of the GPU, and of
+    all that others (and the CUDA context) do not hold.
 
     The share is this instance's own, as with vLLM: what others hold does not count against it, so that two
     models get the same whichever is loaded first.
     """
     cuda.empty_cache()
     cuda.reset_peak_memory_stats(device)
-    profile()
-    peak_bytes = cuda.max_memory_allocated(device)
+    kept_bytes = profile()
+    peak_bytes = cuda.max_memory_allocated(device) + kept_bytes
     cuda.empty_cache()
     free_bytes, total_bytes = cuda.mem_get_info(device)
     others_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)

@@ -1,15 +1,15 @@
 """What a sequence's parameters do to its logits before a token is chosen: bias, penalties, tokens ruled out.
 
 A row that has such parameters has `RowEdits`, which `worker.rows` keeps and asks for the next token's
-`LogitEdits`; `worker.sampler` applies those of a batch. A batch in which no row has any costs nothing. On the
-engine's thread.
+`LogitEdits`; `worker.sampler` sends those of a batch to the device and applies them there. A batch in which
+no row has any costs nothing. On the engine's thread.
 
 All is a function of the row's tokens: a sequence that resumes after a preemption, or a child that was forked
 off, begins anew and reads them.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,8 +71,8 @@ class RowEdits:
         self._seen = _SeenTokens(with_prompt=self._sampling.repetition_penalty != 1)
 
     def next(self, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> LogitEdits | None:
-        """For the token that follows `token_ids`; None where there is nothing to edit. To be applied before
-        this is called again."""
+        """For the token that follows `token_ids`; None where there is nothing to edit. To be sent before this
+        is called again."""
         sampling = self._sampling
         generated = token_ids[num_prompt_tokens:]
         forbidden = self._bad_words.after(generated)
@@ -96,63 +96,91 @@ class RowEdits:
         )
 
 
-def edited(logits: Tensor, edits: Mapping[int, LogitEdits]) -> Tensor:
-    """A copy in float32 of `logits` [R, V], edited; `edits` by index in [0, R), at least one."""
+class Entries(NamedTuple):
+    """Some of the logits [R, V], and a number for each, if that is needed."""
+
+    rows: Tensor  # [E] int64
+    columns: Tensor  # [E] int64
+    values: Tensor  # [E] float32, or empty
+
+
+class BatchEdits(NamedTuple):
+    """The `LogitEdits` of a batch on the device; None where no row has any of a kind."""
+
+    biased: Entries | None
+    seen: Entries | None  # with `counts`
+    penalties: Tensor | None  # [3, E] float32, for each of the seen: repetition, frequency, presence
+    allowed: Entries | None
+    restricted: Tensor | None  # [A] int64: the rows in which nothing but `allowed` is
+    forbidden: Entries | None
+
+
+def to_device(edits: Mapping[int, LogitEdits], add: Callable[[NDArray[Any]], Tensor]) -> BatchEdits:
+    """`edits` by index in [0, R); `add` is that of `Transfers`."""
+
+    def entries(parts: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Entries | None:
+        lengths = [len(columns) for columns, _ in parts.values()]
+        if not sum(lengths):
+            return None
+        rows = np.repeat(np.fromiter(parts, np.int64, len(parts)), lengths)
+        columns, values = (np.concatenate(part) for part in zip(*parts.values(), strict=True))
+        return Entries(add(rows), add(columns), add(values))
+
+    seen = entries({index: (edit.seen, edit.counts) for index, edit in edits.items()})
+    penalties = None
+    if seen is not None:
+        each = np.array([(e.repetition, e.frequency, e.presence) for e in edits.values()], np.float32)
+        penalties = add(np.repeat(each.T, [len(edit.seen) for edit in edits.values()], axis=1))
+    allowed = {i: (edit.allowed, _NO_VALUES) for i, edit in edits.items() if edit.allowed is not None}
+    return BatchEdits(
+        biased=entries({index: (edit.biased, edit.biases) for index, edit in edits.items()}),
+        seen=seen,
+        penalties=penalties,
+        allowed=entries(allowed),
+        restricted=add(np.array(list(allowed))) if allowed else None,
+        forbidden=entries({index: (edit.forbidden, _NO_VALUES) for index, edit in edits.items()}),
+    )
+
+
+def edited(logits: Tensor, edits: BatchEdits) -> Tensor:
+    """A copy in float32 of `logits` [R, V], edited. Waits for nothing."""
     result = logits.to(torch.float32, copy=True)
-    _add_biases(result, edits)
-    _penalise(result, edits)
-    _keep_allowed(result, edits)
-    _forbid(result, edits)
+    if edits.biased is not None:
+        rows, columns, biases = edits.biased
+        result[rows, columns] += biases
+    if edits.seen is not None and edits.penalties is not None:
+        _penalise(result, edits.seen, edits.penalties)
+    if edits.restricted is not None:
+        _keep_allowed(result, edits.restricted, edits.allowed)
+    if edits.forbidden is not None:
+        _forbid(result, edits.forbidden)
     return result
 
 
-def _add_biases(logits: Tensor, edits: Mapping[int, LogitEdits]) -> None:
-    rows, columns, biases = _entries(logits, {i: (edit.biased, edit.biases) for i, edit in edits.items()})
-    if len(rows):
-        logits[rows, columns] += biases
-
-
-def _penalise(logits: Tensor, edits: Mapping[int, LogitEdits]) -> None:
-    rows, columns, counts = _entries(logits, {i: (edit.seen, edit.counts) for i, edit in edits.items()})
-    if not len(rows):
-        return
-    scales = [(edit.repetition, edit.frequency, edit.presence) for edit in edits.values()]
-    lengths = [len(edit.seen) for edit in edits.values()]
-    table = torch.from_numpy(np.repeat(np.array(scales, np.float32), lengths, axis=0)).to(logits.device)
-    repetition, frequency, presence = table.unbind(1)
+def _penalise(logits: Tensor, seen: Entries, penalties: Tensor) -> None:
+    rows, columns, counts = seen
+    repetition, frequency, presence = penalties
     values = logits[rows, columns]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, columns] = values - frequency * counts - presence * (counts > 0)
 
 
-def _keep_allowed(logits: Tensor, edits: Mapping[int, LogitEdits]) -> None:
-    allowed = {index: edit.allowed for index, edit in edits.items() if edit.allowed is not None}
-    if not allowed:
+def _keep_allowed(logits: Tensor, restricted: Tensor, allowed: Entries | None) -> None:
+    if allowed is None:
+        logits.index_fill_(0, restricted, -torch.inf)
         return
-    rows, columns, _ = _entries(logits, {index: (ids, _NO_VALUES) for index, ids in allowed.items()})
-    kept = logits[rows, columns]
-    logits[list(allowed)] = -torch.inf
-    logits[rows, columns] = kept
+    kept = logits[allowed.rows, allowed.columns]
+    logits.index_fill_(0, restricted, -torch.inf)
+    logits[allowed.rows, allowed.columns] = kept
 
 
-def _forbid(logits: Tensor, edits: Mapping[int, LogitEdits]) -> None:
+def _forbid(logits: Tensor, forbidden: Entries) -> None:
+    """Ids above the vocabulary become plus infinity at its end, which a minimum passes over: to leave them
+    out would take a look at them, and that a wait."""
     size = logits.shape[-1]
-    below = {index: (edit.forbidden[edit.forbidden < size], _NO_VALUES) for index, edit in edits.items()}
-    rows, columns, _ = _entries(logits, below)
-    if len(rows):
-        logits[rows, columns] = -torch.inf
-
-
-def _entries(
-    logits: Tensor, by_row: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns and values of several rows, end to end: rows [E], columns [E], and the values."""
-    columns = [columns for columns, _ in by_row.values()]
-    rows = np.repeat(np.fromiter(by_row, np.int64, len(by_row)), [len(part) for part in columns])
-    values = [values for _, values in by_row.values()]
-    parts = rows, np.concatenate(columns), np.concatenate(values)
-    where, which, what = (torch.from_numpy(part).to(logits.device) for part in parts)
-    return where, which, what
+    places = forbidden.rows * size + forbidden.columns.clamp(max=size - 1)
+    values = torch.where(forbidden.columns < size, -torch.inf, torch.inf)
+    logits.view(-1).scatter_reduce_(0, places, values, "amin")
 
 
 class _SeenTokens:

@@ -9,19 +9,49 @@ from octavo.config import EngineConfig
 from octavo.layers.inputs import ModelInput
 from octavo.models.decoder import Decoder
 from octavo.protocol import BlockCopy, NewSequence, PromptLogprobs, RowSampling, Slice, StepPlan, Swap
+from octavo.worker.cuda_graphs import DecodeGraphs, decode_sizes
+from octavo.worker.gpu import Gpu
 from octavo.worker.host_pool import HostPool
 from octavo.worker.kv_cache import KVCache
-from octavo.worker.model_input import build_step
-from octavo.worker.prompt_logprobs import PromptPart, prompt_logprobs
+from octavo.worker.model_input import Step, build_padding, build_step, step_bytes
+from octavo.worker.pooling import PoolPart
+from octavo.worker.prompt_logprobs import prompt_logprobs
 from octavo.worker.rows import Rows
-from octavo.worker.sampler import SampleBatch, Samples, sample
+from octavo.worker.sampler import Drawn, Samples, draw, read
+from octavo.worker.transfers import HOST, GpuTransfers, Transfers
+
+# All graphs against the largest, whose memory they share: a bound that no card has confirmed (ADR 11).
+_GRAPH_FACTOR = 2
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, cache: KVCache, host: HostPool | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        host: HostPool | None = None,
+        transfers: Transfers = HOST,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._host = host
+        self._transfers = transfers
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, gpu: Gpu, config: EngineConfig) -> None:
+        """From now on decode steps run as CUDA graphs, where that is wanted and can be. The largest is made
+        here: the others find room in its memory."""
+        sizes = decode_sizes(config)
+        if not sizes or not gpu.can_capture:
+            return
+        assert config.max_model_len is not None
+        model, caches, layouts = self._model, self._cache.layers, self._cache.layouts
+
+        def forward(inputs: ModelInput) -> Tensor:
+            return model.forward(inputs, caches)
+
+        self._graphs = DecodeGraphs(gpu, forward, sizes, layouts, config.max_model_len)
+        self.run(build_padding(sizes[-1], layouts, self._transfers))
 
     def move_blocks(self, plan: StepPlan) -> float:
         """The plan's swaps and copies of blocks, in the order that `protocol.py` gives. Returns how many
@@ -46,26 +76,56 @@ class ModelRunner:
         self._host.wait()
         return time.perf_counter() - begin
 
+    def prepare(self, rows: Rows, plan: StepPlan, pool_parts: Sequence[PoolPart] = ()) -> Step:
+        """The plan, applied to the rows already, as tensors on the device."""
+        sizes = () if self._graphs is None else self._graphs.sizes
+        return build_step(rows, plan, self._cache.layouts, self._transfers, pool_parts, sizes)
+
     def run(self, inputs: ModelInput) -> Tensor:
-        """Writes the batch's K and V; returns the hidden states [R + P, H] of `inputs.sample_rows`."""
-        return self._model.forward(inputs, self._cache.layers).index_select(0, inputs.sample_rows)
+        """Writes the batch's K and V; returns the hidden states [R + P + E, H] of `inputs.sample_rows`."""
+        if self._graphs is not None and self._graphs.takes(inputs):
+            hidden = self._graphs.run(inputs)
+        else:
+            hidden = self._model.forward(inputs, self._cache.layers)
+        return hidden.index_select(0, inputs.sample_rows)
 
-    def sample(self, hidden: Tensor, batch: SampleBatch) -> Samples:
-        """The tokens that follow `hidden` [R, H]."""
-        return sample(self._model, hidden, batch)
+    def draw(self, hidden: Tensor, step: Step) -> Drawn | None:
+        """The tokens that follow the first R rows of `hidden`, for `read`. On a GPU it only queues them."""
+        return draw(self._model, hidden[: len(step.seq_ids)], step.sampling)
 
-    def prompt_logprobs(self, hidden: Tensor, parts: Sequence[PromptPart]) -> tuple[PromptLogprobs, ...]:
-        """Of the prompt tokens that follow `hidden` [P, H]."""
-        return prompt_logprobs(self._model, hidden, parts)
+    def read(self, drawn: Drawn | None) -> Samples:
+        """Waits for the device."""
+        return read(drawn, self._transfers)
+
+    def prompt_logprobs(self, hidden: Tensor, step: Step) -> tuple[PromptLogprobs, ...]:
+        """Of the prompt tokens that follow the P rows of `hidden` behind the first R. Waits for the device,
+        if there are any."""
+        if step.prompt_ids is None:
+            return ()
+        rows = hidden[len(step.seq_ids) :]
+        return prompt_logprobs(self._model, rows, step.prompt_ids, step.prompt_parts, self._transfers)
 
 
-def run_largest_step(model: Decoder, make_cache: Callable[[int], KVCache], config: EngineConfig) -> None:
+def open_runner(
+    model: Decoder, cache: KVCache, config: EngineConfig, gpu: Gpu | None, host: HostPool | None = None
+) -> ModelRunner:
+    """As `config` and the device want it."""
+    if gpu is None:
+        return ModelRunner(model, cache, host)
+    runner = ModelRunner(model, cache, host, GpuTransfers(gpu, step_bytes(config)))
+    runner.use_graphs(gpu, config)
+    return runner
+
+
+def run_largest_step(
+    model: Decoder, make_cache: Callable[[int], KVCache], config: EngineConfig, gpu: Gpu | None = None
+) -> int:
     """Takes as much memory as any step will, and gives it back: all the tokens and all the sequences that the
     configuration lets into one, each sampled at random from edited logits. They share the blocks of a small
-    cache."""
+    cache. Returns how many bytes graphs will take, and keep, beside that."""
     assert config.max_model_len is not None
-    count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    length = min(config.max_num_batched_tokens // count, config.max_model_len)
+    count = min(config.max_num_seqs, config.token_budget)
+    length = min(config.token_budget // count, config.max_model_len)
     blocks = tuple(range(-(-length // config.block_size)))
     sampling = RowSampling(
         temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, repetition_penalty=1.1
@@ -78,6 +138,12 @@ def run_largest_step(model: Decoder, make_cache: Callable[[int], KVCache], confi
     cache = make_cache(len(blocks))
     rows = Rows()
     rows.apply(plan)
-    step = build_step(rows, plan, cache.layouts)
-    runner = ModelRunner(model, cache)
-    runner.sample(runner.run(step.inputs), rows.sample_batch(step.row_to_sequence))
+    transfers = HOST if gpu is None else GpuTransfers(gpu, step_bytes(config))
+    runner = ModelRunner(model, cache, None, transfers)
+    step = runner.prepare(rows, plan)
+    runner.read(runner.draw(runner.run(step.inputs), step))
+    if gpu is None:
+        return 0
+    free_bytes = gpu.free_bytes()
+    runner.use_graphs(gpu, config)
+    return _GRAPH_FACTOR * max(free_bytes - gpu.free_bytes(), 0)

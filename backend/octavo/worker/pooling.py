@@ -5,13 +5,14 @@ same however the prompt was cut. Normalising and shortening it is the engine's p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.layers.inputs import ModelInput
 from octavo.protocol import PooledPrompt, Slice, StepPlan
 from octavo.request import Pooling
 
@@ -33,7 +34,7 @@ class PoolPart(NamedTuple):
 
 
 class Pooler:
-    """`apply` and `parts` for every plan, then `pool` with the hidden states of the parts' rows."""
+    """`apply` and `parts` for every plan, then `pool` with the hidden states of `rows_of` the parts."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}  # by sequence
@@ -62,9 +63,10 @@ class Pooler:
         return parts
 
     def pool(self, hidden: Tensor, parts: Sequence[PoolPart]) -> tuple[PooledPrompt, ...]:
-        """`hidden` [E, H]: the states of all rows of all parts, end to end. Returns those that ended."""
+        """The last E of `hidden` [.., H] are the states of all rows of all parts, end to end. Returns those
+        that ended."""
         pooled = []
-        begin = 0
+        begin = len(hidden) - sum(len(part.rows) for part in parts)
         for part in parts:
             prompt = self._prompts[part.seq_id]
             end = begin + len(part.rows)
@@ -78,9 +80,6 @@ class Pooler:
         return tuple(pooled)
 
 
-def with_rows_of(parts: Sequence[PoolPart], inputs: ModelInput) -> ModelInput:
-    """The same forward, which keeps the hidden states of the parts' rows too, after those to sample from."""
-    if not parts:
-        return inputs
-    rows = torch.tensor([row for part in parts for row in part.rows], device=inputs.sample_rows.device)
-    return replace(inputs, sample_rows=torch.cat((inputs.sample_rows, rows)))
+def rows_of(parts: Sequence[PoolPart]) -> NDArray[np.int64]:
+    """All rows of all parts, end to end: [E]."""
+    return np.array([row for part in parts for row in part.rows], np.int64)

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens: what each token of a prompt was expected to be after those before it.
 
 A step computes them for the slices of prompts that ask. `worker.rows` says which tokens those are,
-`worker.model_input` keeps the hidden states that precede them, and the executor asks for the values. On the
-engine's thread.
+`worker.model_input` keeps the hidden states that precede them and sends the tokens, and the executor asks for
+the values. On the engine's thread.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.protocol import PromptLogprobs
-from octavo.worker.sampler import Head, logprobs_of
+from octavo.worker.sampler import Head, logprobs_of, token_logprobs
+from octavo.worker.transfers import Transfers
 
 # A long prompt has more rows of logits than there is memory for. With so many the head is at full speed.
 _ROWS_AT_ONCE = 64
+_KINDS = 5  # of tensors that `ops.token_logprobs` returns
 
 
 class PromptPart(NamedTuple):
@@ -29,16 +31,23 @@ class PromptPart(NamedTuple):
     num_best: int
 
 
-def prompt_logprobs(head: Head, hidden: Tensor, parts: Sequence[PromptPart]) -> tuple[PromptLogprobs, ...]:
-    """`hidden` [P, H]: the states before all the tokens of all parts, end to end."""
+def prompt_logprobs(
+    head: Head, hidden: Tensor, token_ids: Tensor, parts: Sequence[PromptPart], transfers: Transfers
+) -> tuple[PromptLogprobs, ...]:
+    """`hidden` [P, H]: the states before all the tokens of all parts, end to end; `token_ids` [P]: those
+    tokens, on the device. Waits for it once a part."""
     results = []
     begin = 0
     for part in parts:
-        entries = []
-        for first in range(0, len(part.token_ids), _ROWS_AT_ONCE):
-            token_ids = part.token_ids[first : first + _ROWS_AT_ONCE]
-            logits = head.logits(hidden[begin + first : begin + first + len(token_ids)])
-            entries += logprobs_of(logits, token_ids, np.full(len(token_ids), part.num_best))
+        count = len(part.token_ids)
+        counts = np.full(count, part.num_best)
+        columns: list[Tensor] = []
+        for first in range(begin, begin + count, _ROWS_AT_ONCE):
+            rows = slice(first, min(first + _ROWS_AT_ONCE, begin + count))
+            columns += token_logprobs(head.logits(hidden[rows]), token_ids[rows], counts)
+        read = transfers.read(columns)
+        joined = [np.concatenate(read[kind::_KINDS]) for kind in range(_KINDS)]
+        entries = logprobs_of(part.token_ids, counts, joined)
         results.append(PromptLogprobs(part.seq_id, part.position, tuple(entries)))
-        begin += len(part.token_ids)
+        begin += count
     return tuple(results)

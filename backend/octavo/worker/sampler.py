@@ -1,4 +1,5 @@
-"""Hidden states to tokens, for all sequences of a step at once.
+"""Hidden states to tokens, for all sequences of a step at once: `send` before the forward, `draw` behind it,
+and `read`, the only one that waits for the device.
 
 All logits are only computed where somebody needs more than the best few of them, or edits them.
 
@@ -6,17 +7,17 @@ A draw is determined by the sequence's seed and the position of the new token, b
 seeded sample is the same whatever else is in the batch, after a preemption, and after a restart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.protocol import RowSampling, TokenLogprobs
-from octavo.worker.logit_edits import LogitEdits, edited
+from octavo.worker.logit_edits import BatchEdits, LogitEdits, edited, to_device
+from octavo.worker.transfers import Transfers
 from octavo_kernels import ops
 
 # Above, writing all logits is cheaper: 64 best of 49152 cost a millisecond more than one, at 32 rows.
@@ -59,6 +60,35 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows that are drawn at random, and the other arguments of `ops.sample` for them."""
+
+    rows: Tensor | None  # [n] int64; None: all R
+    columns: tuple[Tensor, ...]  # each [n]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """A batch with all of it that the device needs; made by `send`."""
+
+    batch: SampleBatch
+    draws: Draws | None  # None: all rows are greedy
+    edits: BatchEdits | None
+    wanted: NDArray[np.int64]  # [W] the rows whose log-probabilities are wanted,
+    wanted_rows: Tensor | None  # the same on the device; None: all, or none
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a device may still be at work on."""
+
+    sampling: SampleInput
+    token_ids: Tensor  # [R] int64
+    usable: Tensor  # [R] bool
+    logprobs: tuple[Tensor, ...] = ()  # of the W wanted rows, as `ops.token_logprobs` has them
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     token_ids: NDArray[np.int64]  # [R]; meaningless where `usable` is false
     usable: NDArray[np.bool_]  # [R] false where no token could be chosen: a NaN, or nothing left
@@ -72,42 +102,82 @@ class Head(Protocol):
     def best_tokens(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
 
 
-def sample(head: Head, hidden: Tensor, batch: SampleBatch) -> Samples:
-    """`hidden` [R, H]."""
-    if not len(batch.settings):
-        return Samples(np.empty(0, np.int64), np.empty(0, np.bool_), {})
-    count = _tokens_needed(batch)
-    if count is None:
-        return sample_from(head.logits(hidden), batch)
-    token_ids, logits = head.best_tokens(hidden, count)  # [R, count], falling
-    places, usable = _choose(logits, np.zeros(len(logits), np.int64), logits[:, 0], batch)
-    chosen = token_ids.gather(1, torch.from_numpy(places).to(token_ids.device)[:, None])
-    return Samples(chosen[:, 0].cpu().numpy(), usable, {})
-
-
-def sample_from(logits: Tensor, batch: SampleBatch) -> Samples:
-    """`logits` [R, V], R above 0, are not changed. Greedy rows cost one argmax."""
+def send(batch: SampleBatch, add: Callable[[NDArray[Any]], Tensor]) -> SampleInput:
+    """`add` is that of `Transfers`: the rest goes with the step's other arrays."""
     settings = batch.settings
-    chosen_from = edited(logits, batch.edits) if batch.edits else logits
-    greedy_ids, best = ops.best_token(chosen_from)
-    token_ids, usable = _choose(chosen_from, greedy_ids.cpu().numpy(), best, batch)
-    wanted = np.flatnonzero(settings["wants_logprobs"] & usable)
-    if not len(wanted):
+    random = np.flatnonzero(settings["temperature"] > 0)
+    draws = None
+    if len(random):
+        drawn, positions = settings[random], batch.positions[random]
+        columns = [drawn[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")]
+        columns.append(uniforms(drawn["seed"], positions))
+        draws = Draws(_sent(random, len(settings), add), tuple(map(add, columns)))
+    wanted = np.flatnonzero(settings["wants_logprobs"])
+    return SampleInput(
+        batch,
+        draws,
+        to_device(batch.edits, add) if batch.edits else None,
+        wanted,
+        _sent(wanted, len(settings), add) if len(wanted) else None,
+    )
+
+
+def draw(head: Head, hidden: Tensor, sampling: SampleInput) -> Drawn | None:
+    """Of the R rows `hidden` [R, H]; None where there are none. Waits for nothing."""
+    if not len(sampling.batch.settings):
+        return None
+    count = _tokens_needed(sampling.batch)
+    if count is None:
+        return draw_from(head.logits(hidden), sampling)
+    token_ids, logits = head.best_tokens(hidden, count)  # [R, count], falling
+    chosen, draws = token_ids[:, 0], sampling.draws
+    if draws is not None:
+        places = ops.sample(_rows(logits, draws.rows), *draws.columns)
+        chosen = _merged(chosen, _rows(token_ids, draws.rows).gather(1, places[:, None])[:, 0], draws)
+    return Drawn(sampling, chosen, logits[:, 0].isfinite())
+
+
+def draw_from(logits: Tensor, sampling: SampleInput) -> Drawn:
+    """`logits` [R, V], R above 0, are not changed. Greedy rows cost one argmax."""
+    chosen_from = logits if sampling.edits is None else edited(logits, sampling.edits)
+    chosen, best = ops.best_token(chosen_from)
+    draws = sampling.draws
+    if draws is not None:
+        chosen = _merged(chosen, ops.sample(_rows(chosen_from, draws.rows), *draws.columns), draws)
+    usable = best.isfinite()
+    if not len(sampling.wanted):
+        return Drawn(sampling, chosen, usable)
+    rows, counts = sampling.wanted_rows, sampling.batch.settings["num_logprobs"][sampling.wanted]
+    return Drawn(sampling, chosen, usable, token_logprobs(_rows(logits, rows), _rows(chosen, rows), counts))
+
+
+def read(drawn: Drawn | None, transfers: Transfers) -> Samples:
+    """Waits until all is there."""
+    if drawn is None:
+        return Samples(np.empty(0, np.int64), np.empty(0, np.bool_), {})
+    token_ids, usable, *columns = transfers.read((drawn.token_ids, drawn.usable, *drawn.logprobs))
+    if not columns:
         return Samples(token_ids, usable, {})
-    entries = logprobs_of(_rows(logits, wanted), token_ids[wanted], settings["num_logprobs"][wanted])
-    return Samples(token_ids, usable, dict(zip(wanted.tolist(), entries, strict=True)))
+    wanted = drawn.sampling.wanted
+    counts = drawn.sampling.batch.settings["num_logprobs"][wanted]
+    entries = logprobs_of(token_ids[wanted], counts, columns)
+    by_row = zip(wanted.tolist(), entries, strict=True)
+    return Samples(token_ids, usable, {row: entry for row, entry in by_row if usable[row]})
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, counts: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    """Of one token and of as many of the best of each row of `logits` [R, V], R above 0, as the largest of
+    `counts` says: what `logprobs_of` takes."""
+    return ops.token_logprobs(logits, token_ids, min(max(int(counts.max()), 1), logits.shape[-1]))
 
 
 def logprobs_of(
-    logits: Tensor, token_ids: NDArray[np.int64], counts: NDArray[np.int64]
+    token_ids: NDArray[np.int64], counts: NDArray[np.int64], columns: Sequence[NDArray[Any]]
 ) -> list[TokenLogprobs]:
-    """Of one token and of the `counts` [R] best of each row of `logits` [R, V], R above 0."""
-    most = min(max(int(counts.max()), 1), logits.shape[-1])
-    results = ops.token_logprobs(logits, torch.from_numpy(token_ids).to(logits.device), most)
-    columns = [result.cpu().tolist() for result in results]
+    """Of one token and of the `counts` [R] best of each row, out of what `token_logprobs` gave."""
     logprobs = []
     for count, chosen, logprob, rank, ids, values, ranks in zip(
-        counts.tolist(), token_ids.tolist(), *columns, strict=True
+        counts.tolist(), token_ids.tolist(), *(column.tolist() for column in columns), strict=True
     ):
         best = list(zip(ids, values, ranks, strict=True))[: count or int(rank > 1)]
         entries = [(chosen, logprob, rank), *(entry for entry in best if entry[0] != chosen)]
@@ -124,19 +194,6 @@ def _tokens_needed(batch: SampleBatch) -> int | None:
     return int(needed.max()) if needed.min() > 0 and needed.max() <= _MOST_CANDIDATES else None
 
 
-def _choose(
-    logits: Tensor, greedy: NDArray[np.int64], best: Tensor, batch: SampleBatch
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """A column of each row of `logits`, of which `greedy` are the largest, and whether it means anything.
-    `best` [R]: the largest logits."""
-    usable = np.isfinite(best.cpu().numpy())
-    random = np.flatnonzero((batch.settings["temperature"] > 0) & usable)
-    if len(random):
-        drawn = _draw(_rows(logits, random), batch.settings[random], batch.positions[random])
-        greedy[random] = drawn.cpu().numpy()
-    return greedy, usable
-
-
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """A number in [0, 1) for each pair: two rounds of SplitMix64 (Steele et al., OOPSLA 2014), 53 bits."""
     mixed = _mix(_mix(seeds) + positions.astype(np.uint64))
@@ -150,12 +207,15 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _rows(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+def _sent(rows: NDArray[np.int64], count: int, add: Callable[[NDArray[Any]], Tensor]) -> Tensor | None:
+    """Some of `count` rows, on the device; None when they are all of them."""
+    return None if len(rows) == count else add(rows)
+
+
+def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """Some rows, without a copy when they are all of them."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+    return tensor if rows is None else tensor.index_select(0, rows)
 
 
-def _draw(logits: Tensor, settings: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
-    columns = [settings[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")]
-    columns.append(uniforms(settings["seed"], positions))
-    return ops.sample(logits, *(torch.from_numpy(column).to(logits.device) for column in columns))
+def _merged(greedy: Tensor, drawn: Tensor, draws: Draws) -> Tensor:
+    return drawn if draws.rows is None else greedy.index_copy(0, draws.rows, drawn)
