@@ -30,6 +30,7 @@ def reports() -> dict[str, Report]:
             model="none",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=1024,
+            max_num_batched_tokens=2048,
             enable_prefix_caching=caching,
             seed=0,
         )

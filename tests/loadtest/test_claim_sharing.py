@@ -14,7 +14,7 @@ SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 4, 128, 256
 def bench() -> Bench:
     config = EngineConfig(
         model="none", block_size=SIZE, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, seed=0
-    )
+    ).for_model(MAX_MODEL_LEN)
     return Bench(SimulatedExecutor(NUM_BLOCKS, SIZE), NUM_BLOCKS, config)
 
 
