@@ -9,17 +9,25 @@ from torch import Tensor
 from numerics import assert_close
 from octavo_kernels import kv_format, ops, reference
 
-TYPES = pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        *((dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-        (torch.float32, torch.int8),
-        (torch.float32, torch.float8_e4m3fn),
-        (torch.bfloat16, torch.float8_e4m3fn),
-        (torch.float16, torch.int8),
-    ],
-    ids=str,
-)
+TYPES = [  # of a batch, and of its cache
+    *((dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    (torch.float32, torch.int8),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.int8),
+]
+ROTATED = [(1, 1, 1, 64, 8), (63, 7, 7, 80, 16), (21, 40, 3, 128, 32), (3, 4, 1, 256, 128), (9, 3, 3, 2, 1)]
+STORED = [(1, 3, 64, 8), (63, 1, 10, 1), (63, 7, 128, 16)]
+
+
+def with_types(shapes: list[tuple[int, ...]]) -> list[tuple[int | torch.dtype, ...]]:
+    """Two shapes for each pair of types, each shape with several."""
+    count = len(shapes)
+    return [
+        (*shapes[(number + more) % count], *types)
+        for number, types in enumerate(TYPES)
+        for more in (0, count // 2)
+    ]
 
 
 def poisoned(blocks: int, kv_heads: int, head_size: int, block_size: int, kind: torch.dtype) -> list[Tensor]:
@@ -48,10 +56,8 @@ def some_slots(tokens: int, slots: int) -> Tensor:
     return chosen
 
 
-@TYPES
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "head_size", "block_size"),
-    [(1, 1, 1, 64, 8), (63, 7, 7, 80, 16), (21, 40, 3, 128, 32), (3, 4, 1, 256, 128), (9, 3, 3, 2, 1)],
+    ("tokens", "heads", "kv_heads", "head_size", "block_size", "dtype", "kind"), with_types(ROTATED), ids=str
 )
 def test_rope_and_store(
     tokens: int,
@@ -88,10 +94,8 @@ def test_rope_and_store(
             assert float((far > 1).float().mean()) < 0.01, f"{name}: {int((far > 1).sum())} numbers"
 
 
-@TYPES
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "head_size", "block_size"),
-    [(1, 3, 64, 8), (63, 1, 10, 1), (63, 7, 128, 16)],
+    ("tokens", "kv_heads", "head_size", "block_size", "dtype", "kind"), with_types(STORED), ids=str
 )
 def test_kv_store_of_any_strides(
     tokens: int, kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, kind: torch.dtype
