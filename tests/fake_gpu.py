@@ -6,6 +6,7 @@ same places computes what an eager step computes, and that nothing is captured o
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class FakeGpu:
         self.replayed: list[int] = []
         self.log: list[str] = []
         self.free = 2**30
+        self.lost = False
         self._fails_at = fails_at
         self._is_current = False
         self._num_events = 0
@@ -56,7 +58,10 @@ class FakeGpu:
         self._num_events += 1
         return FakeEvent(self.log, str(self._num_events))
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def graph_pool(self) -> Any:
+        return None
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Captured:
         """What the work writes is written here already, a second time; only a replay gives the result."""
         assert self._is_current, "captured on another stream than steps run on"
         output = work()
@@ -76,3 +81,6 @@ class FakeGpu:
 
     def free_bytes(self) -> int:
         return self.free
+
+    def is_lost(self) -> bool:
+        return self.lost

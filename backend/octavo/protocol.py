@@ -181,7 +181,8 @@ class PooledPrompt(NamedTuple):
 class StepResult:
     step_id: int
     sequences: tuple[SequenceResult, ...]  # one for every id in the plan's `samples`, in that order
-    forward_s: float = 0.0  # until the hidden states are there (on a GPU, until they are queued)
+    # Until the hidden states are there; on a GPU, until they are queued, and 0 where nothing is waited for.
+    forward_s: float = 0.0
     sample_s: float = 0.0  # from there until the tokens are
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()

@@ -5,17 +5,17 @@ A step's floor is the time in which the card copies as many bytes as the step ha
 embedding's, and the keys and values of all tokens in the context.
 """
 
-import gc
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from gpu_limits import BLOCK_SIZE, Limits
-from gpu_report import Row
+from gpu_report import Row, guarded
 from torch import Tensor
 
 from octavo.config import EngineConfig
@@ -92,38 +92,40 @@ def rows(device: torch.device, limits: Limits, toy: bool) -> Iterator[Row]:
     blocks_each = -(-length // BLOCK_SIZE)
     engine = EngineConfig("none", max_model_len=length, max_num_seqs=most, block_size=BLOCK_SIZE)
     engine = engine.for_model(config.max_positions)
-    model = _random_model(config, work.dtype, device)
-    cache = KVCache(config, most * blocks_each, BLOCK_SIZE, work.dtype, device)
-    for layer in cache.layers:
-        layer.k.normal_()
-        layer.v.normal_()
     gpu = open_gpu(device)
-    runner = open_runner(model, cache, engine, gpu)
+    on_stream = nullcontext if gpu is None else gpu.stream  # the worker's own, as in a server
+    with on_stream():
+        model = _random_model(config, work.dtype, device)
+        cache = KVCache(config, most * blocks_each, BLOCK_SIZE, work.dtype, device)
+        for layer in cache.layers:
+            layer.k.normal_()
+            layer.v.normal_()
+        runner = open_runner(model, cache, engine, gpu)
     for batch in work.batches:
-        step_s = _steps(runner, work, batch, blocks_each)
+        with on_stream():
+            step_s = _steps(runner, work, batch, blocks_each)
         fraction = work.floor_s(batch, limits) / step_s
         yield Row(f"decode step, {batch} x {work.context}", 1e3 * step_s, "ms", fraction, GOAL)
     if gpu is None:
         return
-    eager = open_runner(model, cache, replace(engine, enforce_eager=True), gpu)
+    with on_stream():
+        eager = open_runner(model, cache, replace(engine, enforce_eager=True), gpu)
     for batch in work.batches:
-        by_graph, plain = (_hidden(one, work, batch, blocks_each) for one in (runner, eager))
-        error = float((by_graph - plain).norm() / plain.norm())
+        with on_stream():
+            by_graph, plain = (_hidden(one, work, batch, blocks_each) for one in (runner, eager))
+            error = float((by_graph - plain).norm() / plain.norm())
+            step_s = _steps(eager, work, batch, blocks_each)
         yield Row(f"graph against eager, {batch}", error, "relative error", goal=2e-2, is_check=True)
-        step_s = _steps(eager, work, batch, blocks_each)
         fraction = work.floor_s(batch, limits) / step_s
         yield Row(f"decode step without a graph, {batch} x {work.context}", 1e3 * step_s, "ms", fraction)
 
 
 def transformers_rows(device: torch.device, limits: Limits, toy: bool) -> Iterator[Row]:
     work = SMALL if toy else REAL
+    model = _transformers_model(work, device)
     for batch in work.batches:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        step_s = _transformers_steps(work, device, batch)
         label = f"the same by Transformers, {batch} x {work.context}"
-        yield Row(label, 1e3 * step_s, "ms", work.floor_s(batch, limits) / step_s)
+        yield from guarded(label, _transformers_row(label, model, work, device, batch, limits))
 
 
 def _random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -170,18 +172,30 @@ def _hidden(runner: ModelRunner, work: Work, batch: int, blocks_each: int) -> Te
     return runner.run(step.inputs).double()
 
 
-def _transformers_steps(work: Work, device: torch.device, batch: int) -> float:
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+def _transformers_row(
+    label: str, model: Any, work: Work, device: torch.device, batch: int, limits: Limits
+) -> Iterator[Row]:
+    step_s = _transformers_steps(model, work, device, batch)
+    yield Row(label, 1e3 * step_s, "ms", work.floor_s(batch, limits) / step_s)
+
+
+def _transformers_model(work: Work, device: torch.device) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{name: value for name, value in work.values.items() if name != "model_type"})
     previous = torch.get_default_dtype()
     torch.set_default_dtype(work.dtype)
     try:
         with device:
-            model = LlamaForCausalLM(config).eval()
+            return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(previous)
-    cache = DynamicCache()
+
+
+def _transformers_steps(model: Any, work: Work, device: torch.device, batch: int) -> float:
+    from transformers import DynamicCache
+
+    config, cache = model.config, DynamicCache()
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
         keys = torch.randn(batch, heads, work.context - 1, size, dtype=work.dtype, device=device)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_report import Row, seconds
+from gpu_report import Row, guarded, seconds
 from torch import Tensor
 
 from octavo_kernels import kv_format, ops
@@ -23,40 +23,46 @@ class Limits:
     bytes_per_s: float  # read and written by a copy
     flops_per_s: float  # of a product of large bfloat16 matrices
 
-    def rows(self) -> Iterator[Row]:
-        yield Row("copy on the device, read and written", self.bytes_per_s * 1e-9, "GB/s")
-        yield Row("matrix product, bfloat16", self.flops_per_s * 1e-12, "TFLOP/s")
 
-
-def measure(device: torch.device, toy: bool) -> Limits:
+def rows(device: torch.device, toy: bool) -> Iterator[Row]:
+    """The two of `Limits`, in GB and TFLOP."""
     source = torch.empty(2**20 if toy else 2**31, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    copy_s = seconds(lambda: copy.copy_(source), device)
+    rate = 2 * source.nbytes / seconds(lambda: copy.copy_(source), device)
+    yield Row("copy on the device, read and written", rate * 1e-9, "GB/s")
     size = 128 if toy else 8192
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return Limits(2 * source.nbytes / copy_s, 2 * size**3 / seconds(lambda: a @ b, device))
+    rate = 2 * size**3 / seconds(lambda: a @ b, device)
+    yield Row("matrix product, bfloat16", rate * 1e-12, "TFLOP/s")
 
 
 def attention_rows(device: torch.device, limits: Limits, toy: bool) -> Iterator[Row]:
     """Over one layer's cache, in blocks in random order."""
+    for heads, kv_heads in [(4, 1)] if toy else [(32, 8), (32, 32)]:
+        yield from guarded("decode attention", _decode_rows(device, limits, toy, heads, kv_heads))
+        yield from guarded("prefill attention", _prefill_rows(device, limits, toy, heads, kv_heads))
+
+
+def _decode_rows(device: torch.device, limits: Limits, toy: bool, heads: int, kv_heads: int) -> Iterator[Row]:
     batch, context = (2, 40) if toy else (64, 4096)
+    for name, attend, num_bytes in _Work(device, batch, 1, context, heads, kv_heads).decoding():
+        rate = num_bytes / seconds(attend, device)
+        goal = None if name else DECODE_GOAL
+        label = f"decode attention, {heads} heads over {kv_heads}{name}, {batch} x {context}"
+        yield Row(label, rate * 1e-9, "GB/s", rate / limits.bytes_per_s, goal)
+
+
+def _prefill_rows(
+    device: torch.device, limits: Limits, toy: bool, heads: int, kv_heads: int
+) -> Iterator[Row]:
     prompts, length = (1, 40) if toy else (4, 4096)
-    for heads, kv_heads in [(4, 1)] if toy else [(32, 8), (32, 32)]:
-        work = _Work(device, batch, 1, context, heads, kv_heads)
-        for name, attend, num_bytes in work.decoding():
-            rate = num_bytes / seconds(attend, device)
-            goal = None if name else DECODE_GOAL
-            label = f"decode attention, {heads} heads over {kv_heads}{name}, {batch} x {context}"
-            yield Row(label, rate * 1e-9, "GB/s", rate / limits.bytes_per_s, goal)
-        del work
-    for heads, kv_heads in [(4, 1)] if toy else [(32, 8), (32, 32)]:
-        work = _Work(device, prompts, length, length, heads, kv_heads)
-        rate = work.flops / seconds(work.attend, device)
-        label = f"prefill attention, {heads} heads over {kv_heads}, {prompts} x {length}"
-        yield Row(label, rate * 1e-12, "TFLOP/s", rate / limits.flops_per_s, PREFILL_GOAL)
-        rate = work.flops / seconds(work.by_torch(), device)
-        label = f"the same by torch, keys side by side, {heads} over {kv_heads}"
-        yield Row(label, rate * 1e-12, "TFLOP/s", rate / limits.flops_per_s)
+    work = _Work(device, prompts, length, length, heads, kv_heads)
+    rate = work.flops / seconds(work.attend, device)
+    label = f"prefill attention, {heads} heads over {kv_heads}, {prompts} x {length}"
+    yield Row(label, rate * 1e-12, "TFLOP/s", rate / limits.flops_per_s, PREFILL_GOAL)
+    rate = work.flops / seconds(work.by_torch(), device)
+    label = f"the same by torch, keys side by side, {heads} over {kv_heads}"
+    yield Row(label, rate * 1e-12, "TFLOP/s", rate / limits.flops_per_s)
 
 
 class _Work:

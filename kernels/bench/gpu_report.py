@@ -1,8 +1,10 @@
 """What `gpu.py` prints: a row for each figure, and how times are taken."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +38,23 @@ class Row:
         return f"{self.what:58} {figure:>12} {self.unit:18} {fraction:>5} {goal:14} {verdict}".rstrip()
 
 
-def seconds(run: Callable[[], object], device: torch.device, calls: int = 10, turns: int = 5) -> float:
-    """The median time of one call, of turns of so many calls in a row; on a GPU the device's own time."""
+def ended_early(what: str) -> Row:
+    return Row(f"{what}: ended early", math.inf, "", goal=0.0, is_check=True)
+
+
+def guarded(what: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """`rows`, with one more in the place of those that an error keeps from coming."""
+    try:
+        yield from rows
+    except Exception:
+        traceback.print_exc()
+        yield ended_early(what)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median time of one call, of turns of many calls in a row; on a GPU the device's own time, of which
+    the wait for the first call's launch is a part."""
+    calls, turns = (2, 3) if device.type == "cpu" else (50, 5)
     run()
     taken = [_turn(run, device, calls) / calls for _ in range(turns)]
     return statistics.median(taken)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_decoding_keeps_enough_bytes_under_way(found: list[Compiled]) -> None:
     for one in found:
         if one.form.startswith("decode bfloat16") and one.hot and one.capability >= 90:
             assert one.programs_per_core >= 3, one.form
+
+
+def test_what_differs_from_step_to_step_has_nothing_compiled_anew() -> None:
+    """Triton would, for a 1 and for a multiple of 16, addresses too: in the middle of serving."""
+    varying = {"splits", "stride_table", "num_sequences", "count"}
+    anywhere = {"p_from_index", "p_to_index", "p_chosen"}
+    seen = set()
+    for module in compiled.MODULES:
+        for form in import_module(f"octavo_kernels.gpu.{module}").forms(90):
+            for parameter in form.kernel.params:
+                if parameter.name in varying:
+                    seen.add(parameter.name)
+                    assert parameter.do_not_specialize, (form.name, parameter.name)
+                if parameter.name in anywhere:
+                    seen.add(parameter.name)
+                    assert parameter.do_not_specialize_on_alignment, (form.name, parameter.name)
+    assert seen == varying | anywhere
 
 
 def test_faults() -> None:

@@ -11,12 +11,14 @@ import torch
 from octavo_kernels import gpu
 
 DEVICE = 0
+obstacle = gpu._obstacle
 
 
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OCTAVO_KERNELS", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
+    monkeypatch.setattr(gpu, "_obstacle", lambda: None)
     gpu._serve.cache_clear()
     yield
     gpu._serve.cache_clear()
@@ -52,6 +54,23 @@ def test_without_triton_the_reference_serves_and_that_is_said(
     assert caplog.messages == [
         "GPU kernels run as the slow torch reference: the package 'triton' is not installed"
     ]
+
+
+def test_without_a_c_compiler_the_reference_serves_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Runtime:
+        @property
+        def driver(self) -> None:
+            raise RuntimeError("Failed to find C compiler.")
+
+    of_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(gpu, "_obstacle", obstacle)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Runtime())
+    assert not gpu._serve(DEVICE)
+    (line,) = caplog.messages
+    assert line.startswith("GPU kernels run as the slow torch reference: Triton cannot build")
+    assert line.endswith("needs a C compiler and Python's headers: RuntimeError: Failed to find C compiler.")
 
 
 def test_the_reference_can_be_forced(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fake_gpu import FakeGpu
 from octavo import Engine, SamplingParams
 from octavo.config import EngineConfig
+from octavo.errors import OctavoError, StepFailed
 from octavo.layers.inputs import ModelInput
 from octavo.models.model_config import ModelConfig
 from octavo.protocol import Executor, StepPlan, StepResult
@@ -137,8 +138,8 @@ def test_tokens_are_those_of_eager_steps_and_of_a_cpu(on: Callable[..., Engine],
     assert answers(on(eager, **arguments, enforce_eager=True)) == expected
     assert not eager.captured
     engine = on(graphs, **arguments)
-    largest = engine._executor._runner._graphs.sizes[-1]  # type: ignore[attr-defined]
-    assert graphs.captured == [largest]  # before any request
+    sizes = engine._executor._runner._graphs.sizes  # type: ignore[attr-defined]
+    assert graphs.captured == [sizes[-1], sizes[0]]  # before any request
     assert answers(engine) == expected
     assert (engine.stats().swapped_out_bytes_total > 0) == (name == "swapping")
     assert len(graphs.replayed) > 20
@@ -190,7 +191,7 @@ def test_a_capture_that_fails_switches_graphs_off_with_one_line(
     gpu = FakeGpu(fails_at=(fails_at,))
     with caplog.at_level(logging.WARNING, logger="octavo"):
         assert answers(on(gpu)) == expected
-    (line,) = caplog.messages
+    (line,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert f"CUDA graphs are off, so decode steps wait for the CPU: capturing {fails_at} rows failed" in line
     assert "RuntimeError: operation not permitted" in line
 
@@ -266,6 +267,48 @@ def test_a_step_is_queued_without_waiting_and_read_once(
             assert watched.reads[:4] == expected
 
 
+def test_a_step_that_nobody_waits_for_has_no_time(on: Callable[..., Engine]) -> None:
+    """What it takes would be that of its launches."""
+    engine = on(FakeGpu(), max_num_batched_tokens=40)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add(engine.make_request("a", list(range(90)), params), lambda _: None)
+    times = []
+    while engine.has_work:
+        before = engine.stats()
+        engine.step()
+        now = engine.stats()
+        times.append(
+            (now.forward_s_total > before.forward_s_total, now.sample_s_total > before.sample_s_total)
+        )
+    assert times[:4] == [(False, False), (False, False), (True, True), (True, True)]
+
+
+@pytest.mark.parametrize("where", ["submit", "collect"])
+def test_a_gpu_that_is_lost_ends_the_engine_and_not_only_a_step(
+    on: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    gpu = FakeGpu()
+    engine = on(gpu)
+    finals: list[Any] = []
+    engine.add(engine.make_request("a", [7, 8], SamplingParams(max_tokens=9)), finals.append)
+
+    def broken(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    if where == "submit":
+        monkeypatch.setattr(engine._executor._runner._model, "forward", broken)  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr(GpuTransfers, "read", broken)
+    engine.step()  # an error of this step alone
+    (answer,) = finals
+    assert isinstance(answer.error, StepFailed)
+    gpu.lost = True
+    engine.add(engine.make_request("b", [7, 8], SamplingParams(max_tokens=9)), finals.append)
+    with pytest.raises(OctavoError, match=r"the GPU is lost .* illegal memory access") as raised:
+        engine.step()
+    assert not isinstance(raised.value, StepFailed)
+
+
 def test_a_step_begins_before_the_tokens_of_the_last_one_are_delivered(on: Callable[..., Engine]) -> None:
     engine = on(FakeGpu())
     events: list[str] = []
@@ -276,6 +319,35 @@ def test_a_step_begins_before_the_tokens_of_the_last_one_are_delivered(on: Calla
     while engine.has_work:
         engine.step()
     assert events == ["forward", "forward", "deliver", "forward", "deliver", "deliver"]
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_what_samples_is_compiled_before_the_first_request(
+    on: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, can_capture: bool
+) -> None:
+    """The reference has nothing to compile, and takes no padding."""
+    seen = set()
+
+    def watch(name: str) -> None:
+        right = getattr(ops, name)
+
+        def watched(logits: Tensor, *arguments: Any) -> Any:
+            seen.add((name, logits.dtype))
+            return right(logits, *arguments)
+
+        monkeypatch.setattr(ops, name, watched)
+
+    for name in ("best_token", "sample", "token_logprobs"):
+        watch(name)
+    gpu = FakeGpu()
+    gpu.can_capture = can_capture
+    on(gpu, dtype="bfloat16")
+    half, edited = torch.bfloat16, torch.float32
+    expected = {
+        ("token_logprobs", half),
+        *((kind, t) for kind in ("best_token", "sample") for t in (half, edited)),
+    }
+    assert seen == (expected if can_capture else set())
 
 
 @pytest.fixture
@@ -330,7 +402,7 @@ def test_a_graph_is_launched_for_the_longest_context_there_may_be() -> None:
         assert inputs is launched[0]
 
 
-@pytest.mark.parametrize(("enforce_eager", "expected"), [(False, 2 * 1000 * 8), (True, 0)])
+@pytest.mark.parametrize(("enforce_eager", "expected"), [(False, 2 * 1000 * 9), (True, 0)])
 def test_the_profile_tells_what_graphs_take(
     on: Callable[..., Engine], cache: KVCache, enforce_eager: bool, expected: int
 ) -> None:
@@ -341,5 +413,5 @@ def test_the_profile_tells_what_graphs_take(
     gpu = FakeGpu()
     with gpu.stream(), torch.inference_mode():
         assert run_largest_step(model, lambda _: cache, config, gpu) == expected
-    assert gpu.captured == ([] if enforce_eager else [8])
+    assert gpu.captured == ([] if enforce_eager else [8, 1])
     assert np.isfinite(cache._data[:, :, 0].numpy()).all()

@@ -173,6 +173,19 @@ def test_a_cache_that_cannot_be_allocated(folder: Path) -> None:
         make_executor(folder, num_gpu_blocks_override=2**30)
 
 
+def test_a_device_without_room_is_a_matter_of_configuration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("octavo.worker.executor.load_weights", full)
+    with pytest.raises(
+        ConfigError, match=r"no room for the weights .* CUDA out of memory\.; lower max_num_ba"
+    ):
+        make_executor(folder)
+
+
 @pytest.mark.parametrize(
     ("wanted", "cores", "expected", "warned"),
     [(None, 2, 2, False), (None, 8, 3, False), (2, 4, 2, False), (4, 2, 4, True)],

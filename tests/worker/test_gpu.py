@@ -26,6 +26,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 class FakeCuda:
     def __init__(self) -> None:
         self.log: list[Any] = []
+        self.num_pools = 0
+        self.error: Exception | None = None
 
     def Stream(self, device: torch.device) -> str:
         self.log.append(f"stream on {device}")
@@ -56,13 +58,18 @@ class FakeCuda:
         self.log.append("captured")
 
     def graph_pool_handle(self) -> str:
-        return "the pool"
+        self.num_pools += 1
+        return f"pool {self.num_pools}"
 
     def empty_cache(self) -> None:
         self.log.append("empty cache")
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return 12, 34
+
+    def synchronize(self, device: torch.device) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def pin(tensor: Tensor) -> Tensor:
@@ -93,15 +100,44 @@ def test_a_capture_records_the_work_on_the_stream_of_the_steps() -> None:
         cuda.log.append("work")
         return output
 
-    captured = gpu.capture(work)
+    captured = gpu.capture(work, gpu.graph_pool())
     captured.replay()
     assert captured.output is output
     assert cuda.log == [
-        "capture into the pool from the stream, errors thread_local",
+        "capture into pool 1 from the stream, errors thread_local",
         "work",
         "captured",
         "replay",
     ]
+    assert gpu.graph_pool() == "pool 2"  # of the first, no graph may be left
+
+
+def test_a_capture_that_fails_is_ended_in_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch ends it only where CUDA has not ended it already, and takes it amiss where there is none."""
+    ended: list[Any] = []
+
+    def end(device: int, pool: str) -> None:
+        ended.append((device, pool))
+        raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    gpu = CudaGpu(CUDA, FakeCuda(), pin)
+
+    def work() -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        gpu.capture(work, "the pool")
+    assert ended == [(3, "the pool")]
+
+
+def test_a_gpu_that_answers_no_more_is_lost() -> None:
+    cuda = FakeCuda()
+    gpu = CudaGpu(CUDA, cuda, pin)
+    assert not gpu.is_lost()
+    cuda.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert gpu.is_lost()
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -120,8 +156,11 @@ def test_torch_has_what_is_asked_of_it() -> None:
         "graph_pool_handle",
         "empty_cache",
         "mem_get_info",
+        "synchronize",
     ):
         assert callable(getattr(torch.cuda, name))
+    assert callable(torch._C._cuda_endAllocateToPool)
+    assert issubclass(torch.AcceleratorError, RuntimeError)
     parameters = inspect.signature(torch.cuda.graph).parameters
     assert {"cuda_graph", "pool", "stream", "capture_error_mode"} <= parameters.keys()
 
@@ -190,6 +229,19 @@ def test_quantised_heads_of_odd_sizes_are_refused(check: Callable[..., None]) ->
     with pytest.raises(ConfigError, match=r"'kv_cache_dtype' is 'fp8'; .* heads have size 66, no") as raised:
         check(head_size=66, kv_cache_dtype="fp8")
     assert raised.value.key == "kv_cache_dtype"
+
+
+def test_weights_without_a_kernel_of_their_own_are_taken_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for quantization in (None, "int8"):
+        assert not caplog.messages
+        check_gpu(EngineConfig("m", quantization=quantization), MODEL, CUDA)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "'quantization' is 'int8', whose products run as the slow torch reference on a GPU"
+    )
 
 
 def test_an_engine_and_a_check_say_so_before_anything_is_loaded(

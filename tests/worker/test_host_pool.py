@@ -52,6 +52,20 @@ def test_memory_that_there_is_not_is_refused() -> None:
         ({}, CUDA, 64 * GIB, 4096, "the default of 4.0 GiB"),
         ({}, CUDA, 2 * GIB, 1024, "half of the free memory = 1.0 GiB"),
         ({"swap_space": 0}, CUDA, 64 * GIB, 0, "swap_space = 0.0 MiB"),
+        (
+            {"swap_space": 5},
+            CUDA,
+            64 * GIB,
+            4096,
+            "4.0 GiB, the power of two below swap_space = 5.0 GiB",
+        ),
+        (
+            {},
+            CUDA,
+            6 * GIB,
+            2048,
+            "2.0 GiB, the power of two below half of the free memory = 3.0 GiB",
+        ),
         ({"swap_space": 0.5}, CPU, 64 * GIB, 512, "swap_space = 512.0 MiB"),
         ({"swap_space": 10}, CPU, 6 * GIB, 3072, "half of the free memory = 3.0 GiB"),
         (

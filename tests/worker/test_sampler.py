@@ -1,6 +1,7 @@
 """The sampler: frequencies, seeds, log-probabilities, and rows that cannot be sampled."""
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -319,6 +320,15 @@ def test_all_logits_are_only_computed_where_a_row_needs_them() -> None:
     head = Identity()
     sample_with(head, logits_for(1), batch_of([greedy], edits={0: forbidding(3)}))
     assert head.num_whole == 1
+
+
+def test_a_gpu_draws_from_all_logits_and_has_only_the_best_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "gpu", SimpleNamespace(serves=lambda x: True))
+    greedy, limited = sampling(0.0), RowSampling(1.0, 7, 1.0, 0.0, 0)
+    for samplings, whole in ([greedy, greedy], 0), ([greedy, limited], 1):
+        head = Identity()
+        sample_with(head, logits_for(2), batch_of(samplings))
+        assert head.num_whole == whole
 
 
 def test_a_draw_among_the_best_is_the_same_from_all_logits() -> None:

@@ -61,6 +61,7 @@ class DecodeGraphs:
         width = -(-max_model_len // layouts[0].block_size)
         most = max(sizes, default=0)
         self._block_tables = torch.zeros((most, width), dtype=torch.int32, device=gpu.device)
+        self._pool = gpu.graph_pool()
         self._graphs: dict[int, tuple[Captured, ModelInput]] = {}  # by size, with what it reads
 
     def takes(self, inputs: ModelInput) -> bool:
@@ -88,7 +89,7 @@ class DecodeGraphs:
         reads = replace(inputs, attention=tuple(attention))
         hidden = self._forward(reads)
         try:
-            self._graphs[size] = self._gpu.capture(lambda: self._forward(reads)), reads
+            self._graphs[size] = self._gpu.capture(lambda: self._forward(reads), self._pool), reads
         except Exception as error:
             log.warning(
                 "CUDA graphs are off, so decode steps wait for the CPU: capturing %d rows failed: %s: %s",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, StepFailed
+from octavo.errors import ConfigError, OctavoError, StepFailed
 from octavo.models.model_config import ModelConfig
 from octavo.models.registry import build_model
 from octavo.protocol import BlockFile, SequenceResult, StepPlan, StepResult
@@ -64,21 +64,28 @@ class LocalExecutor:
     A GPU gets its step in `submit`, and `collect` waits for it. On a CPU a step runs in `collect`, on the
     calling thread. A thread of its own was measured there and brought nothing: the forward takes all cores,
     and what could overlap is 0.2 ms of 33 (32 sequences, 2 cores).
-    After a step that failed it goes on: the scheduler drops the step's sequences with its next plan.
+    After a step that failed it goes on: the scheduler drops the step's sequences with its next plan. Only a
+    GPU that refuses all further work ends it, with an `OctavoError` that is no `StepFailed`.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig) -> None:
         """`config` is complete (`for_model`). Sets how many threads the native kernels and torch use, in the
         whole process.
 
-        Raises `ConfigError` (no such device, one that cannot compute this, or a cache too small for one
-        sequence) and `WeightsError`.
+        Raises `ConfigError` (no such device, one that cannot compute this or has no room for it, or a cache
+        too small for one sequence) and `WeightsError`.
         """
         device = resolve_device(config.device)
         check_gpu(config, model_config, device)
         self._gpu = open_gpu(device)
-        with self._on_device():
-            self._open(config, checkpoint, model_config, device)
+        try:
+            with self._on_device():
+                self._open(config, checkpoint, model_config, device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the GPU has no room for the weights and the largest step: {error}; lower "
+                "max_num_batched_tokens or max_num_seqs, or have others leave it more"
+            ) from error
 
     def _open(
         self, config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, device: torch.device
@@ -166,7 +173,10 @@ class LocalExecutor:
             with self._on_device(), torch.inference_mode():
                 yield
         except Exception as error:
-            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+            reason = f"step {plan.step_id} failed: {type(error).__name__}: {error}"
+            if self._gpu is not None and self._gpu.is_lost():
+                raise OctavoError(f"the GPU is lost to this process; {reason}") from error
+            raise StepFailed(reason) from error
 
     def _begin(self, plan: StepPlan) -> _Begun:
         """Waits for no device, unless the plan swaps."""
@@ -197,15 +207,11 @@ class LocalExecutor:
         results = results_of(step, samples)
         prompt = self._runner.prompt_logprobs(begun.hidden, step)
         pooled = self._pooler.pool(begun.hidden, begun.pool_parts)
-        return StepResult(
-            begun.plan.step_id,
-            results,
-            begun.forward_s,
-            begun.sample_s + time.perf_counter() - begin,
-            prompt,
-            pooled,
-            begun.swap_s,
-        )
+        forward_s, sample_s = begun.forward_s, begun.sample_s + time.perf_counter() - begin
+        if self._gpu is not None and begun.drawn is None and not prompt and not pooled:
+            # Nothing was waited for, so that nobody knows how long it takes; the next step's time has it.
+            forward_s = sample_s = 0.0
+        return StepResult(begun.plan.step_id, results, forward_s, sample_s, prompt, pooled, begun.swap_s)
 
 
 def open_executor(config: EngineConfig) -> LocalExecutor:

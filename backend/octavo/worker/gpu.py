@@ -6,6 +6,8 @@ written against the part of `torch.cuda` that it uses. Made by the executor; one
 `backend/docs/adr/0011-a-gpu-step-is-one-upload-a-graph-and-one-download.md`.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +20,8 @@ from octavo.errors import ConfigError
 from octavo.models.model_config import ModelConfig
 from octavo_kernels import gpu as gpu_kernels
 from octavo_kernels.gpu import LEAST_CAPABILITY
+
+log = logging.getLogger("octavo")
 
 # Of `octavo_kernels.gpu.paged_attention`, which only those can import who have triton.
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -55,12 +59,19 @@ class Gpu(Protocol):
 
     def event(self) -> Event: ...
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def graph_pool(self) -> Any:
+        """Memory that some graphs share, which run one after the other."""
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Captured:
         """Records `work`, without doing it. It must have been done once on the same tensors. Raises what CUDA
-        or a kernel has against it."""
+        or a kernel has against it; then there is no more capturing into this pool."""
 
     def free_bytes(self) -> int:
         """Of the device, once torch has given back what it only keeps."""
+
+    def is_lost(self) -> bool:
+        """Whether it refuses all further work of this process: after an address that is not there, say.
+        Waits for what is queued."""
 
 
 class Cuda(Protocol):
@@ -76,10 +87,11 @@ class Cuda(Protocol):
     def graph_pool_handle(self) -> Any: ...
     def empty_cache(self) -> None: ...
     def mem_get_info(self, device: torch.device, /) -> tuple[int, int]: ...
+    def synchronize(self, device: torch.device, /) -> None: ...
 
 
 class CudaGpu:
-    """Implements `Gpu`. All graphs share the memory of one pool: they run one after the other."""
+    """Implements `Gpu`."""
 
     def __init__(
         self,
@@ -91,7 +103,6 @@ class CudaGpu:
         self._cuda = cuda
         self._pin = pin
         self._stream = cuda.Stream(device)
-        self._pool = cuda.graph_pool_handle()
 
     @property
     def can_capture(self) -> bool:
@@ -106,16 +117,34 @@ class CudaGpu:
     def event(self) -> Event:
         return self._cuda.Event()
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def graph_pool(self) -> Any:
+        # A new one each time: torch lets none be captured into again once the last of its graphs is gone.
+        return self._cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Captured:
         graph = self._cuda.CUDAGraph()
-        # Other threads may go on with CUDA meanwhile: another model instance of the same process, say.
-        with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = work()
+        try:
+            # Other threads may go on with CUDA meanwhile: another model instance of the same process, say.
+            with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = work()
+        except Exception:
+            # Where CUDA itself broke the capture off, torch's allocator takes it to be under way for ever,
+            # and gives back no memory any more. Elsewhere there is nothing to end, which is an error too.
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
         return Captured(graph.replay, output)
 
     def free_bytes(self) -> int:
         self._cuda.empty_cache()
         return self._cuda.mem_get_info(self.device)[0]
+
+    def is_lost(self) -> bool:
+        try:
+            self._cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
 
 
 def open_gpu(device: torch.device) -> Gpu | None:
@@ -148,6 +177,11 @@ def check_gpu(config: EngineConfig, model_config: ModelConfig, device: torch.dev
             f"the model's attention heads have size {model_config.head_size}; on a GPU it may be "
             f"{MOST_HEAD_SIZE} at most; use 'device': 'cpu'",
             "device",
+        )
+    if config.quantization == "int8":
+        log.warning(
+            "'quantization' is 'int8', whose products run as the slow torch reference on a GPU: weights take "
+            "less memory, and steps far more time than without it"
         )
 
 

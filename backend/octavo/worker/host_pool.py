@@ -78,4 +78,8 @@ def host_size(
     free_bytes = available() // _MOST_SHARE if wanted_bytes else 0
     if free_bytes < wanted_bytes:
         wanted_bytes, limit = free_bytes, f"half of the free memory = {readable(free_bytes)}"
+    if device.type == "cuda" and wanted_bytes & (wanted_bytes - 1):
+        # Torch takes the next power of two for pinned memory: of 5 GiB it would make 8.
+        wanted_bytes = 1 << (wanted_bytes.bit_length() - 1)
+        limit = f"{readable(wanted_bytes)}, the power of two below {limit}"
     return CacheSize(wanted_bytes // bytes_per_block, limit)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from octavo.config import EngineConfig
@@ -13,13 +14,20 @@ from octavo.worker.cuda_graphs import DecodeGraphs, decode_sizes
 from octavo.worker.gpu import Gpu
 from octavo.worker.host_pool import HostPool
 from octavo.worker.kv_cache import KVCache
+from octavo.worker.logit_edits import LogitEdits
 from octavo.worker.model_input import Step, build_padding, build_step, step_bytes
 from octavo.worker.pooling import PoolPart
 from octavo.worker.prompt_logprobs import prompt_logprobs
 from octavo.worker.rows import Rows
-from octavo.worker.sampler import Drawn, Samples, draw, read
+from octavo.worker.sampler import SETTINGS, Drawn, SampleBatch, Samples, draw, read, send, settings_of
 from octavo.worker.transfers import HOST, GpuTransfers, Transfers
 
+# Greedy, at random, and with log-probabilities.
+_USUAL = (
+    RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0),
+    RowSampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.0, seed=0),
+    RowSampling(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1),
+)
 # All graphs against the largest, whose memory they share: a bound that no card has confirmed (ADR 11).
 _GRAPH_FACTOR = 2
 
@@ -39,8 +47,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def use_graphs(self, gpu: Gpu, config: EngineConfig) -> None:
-        """From now on decode steps run as CUDA graphs, where that is wanted and can be. The largest is made
-        here: the others find room in its memory."""
+        """From now on decode steps run as CUDA graphs, where that is wanted and can be. Two are made here:
+        the largest, in whose memory the others find room, and the smallest, in which attention splits keys
+        among programs, so that what does is compiled."""
         sizes = decode_sizes(config)
         if not sizes or not gpu.can_capture:
             return
@@ -51,7 +60,23 @@ class ModelRunner:
             return model.forward(inputs, caches)
 
         self._graphs = DecodeGraphs(gpu, forward, sizes, layouts, config.max_model_len)
-        self.run(build_padding(sizes[-1], layouts, self._transfers))
+        for size in dict.fromkeys((sizes[-1], sizes[0])):
+            self.run(build_padding(size, layouts, self._transfers))
+
+    def warm_up(self) -> None:
+        """Samples in the usual ways, for nobody: what is compiled when it is first used would have a request
+        wait for it, and all others with that. Only where padding can be computed: not by the reference."""
+        inputs = build_padding(len(_USUAL), self._cache.layouts, self._transfers)
+        hidden = self._model.forward(inputs, self._cache.layers)
+        settings = np.array([settings_of(sampling) for sampling in _USUAL], SETTINGS)
+        forbidding = {0: LogitEdits(forbidden=np.zeros(1, np.int64))}
+        for rows, edits in (slice(0, 1), {}), (slice(0, 2), {}), (slice(0, 3), {}), (slice(0, 3), forbidding):
+            chosen = settings[rows]
+            self._transfers.begin()
+            batch = SampleBatch(chosen, np.zeros(len(chosen), np.int64), edits)
+            sampling = send(batch, self._transfers.add)
+            self._transfers.send()
+            self.read(draw(self._model, hidden[rows], sampling))
 
     def move_blocks(self, plan: StepPlan) -> float:
         """The plan's swaps and copies of blocks, in the order that `protocol.py` gives. Returns how many
@@ -71,6 +96,7 @@ class ModelRunner:
 
     def _timed(self, swap: Callable[[HostPool, Sequence[Swap]], None], swaps: Sequence[Swap]) -> float:
         assert self._host is not None, "a plan swaps, but there are no host blocks"
+        self._host.wait()  # for what is queued already, which is not the swaps' time
         begin = time.perf_counter()
         swap(self._host, swaps)
         self._host.wait()
@@ -114,6 +140,8 @@ def open_runner(
         return ModelRunner(model, cache, host)
     runner = ModelRunner(model, cache, host, GpuTransfers(gpu, step_bytes(config)))
     runner.use_graphs(gpu, config)
+    if gpu.can_capture:
+        runner.warm_up()
     return runner
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from octavo.protocol import RowSampling, TokenLogprobs
 from octavo.worker.logit_edits import BatchEdits, LogitEdits, edited, to_device
 from octavo.worker.transfers import Transfers
-from octavo_kernels import ops
+from octavo_kernels import gpu, ops
 
-# Above, writing all logits is cheaper: 64 best of 49152 cost a millisecond more than one, at 32 rows.
-_MOST_CANDIDATES = 64
+# Above, writing all logits is cheaper: 64 best of 49152 cost a millisecond more than one, at 32 rows. A GPU
+# writes them in any case, and draws from all of them as fast as it finds the best.
+_MOST_CANDIDATES, _MOST_ON_GPU = 64, 1
 
 # One sequence's sampling parameters, as the columns of an array.
 SETTINGS = np.dtype(
@@ -127,7 +128,7 @@ def draw(head: Head, hidden: Tensor, sampling: SampleInput) -> Drawn | None:
     if not len(sampling.batch.settings):
         return None
     count = _tokens_needed(sampling.batch)
-    if count is None:
+    if count is None or count > (_MOST_ON_GPU if gpu.serves(hidden) else _MOST_CANDIDATES):
         return draw_from(head.logits(hidden), sampling)
     token_ids, logits = head.best_tokens(hidden, count)  # [R, count], falling
     chosen, draws = token_ids[:, 0], sampling.draws
@@ -186,12 +187,12 @@ def logprobs_of(
 
 
 def _tokens_needed(batch: SampleBatch) -> int | None:
-    """How many of the best tokens decide every row: one if it is greedy, else top-k. None if too many do."""
+    """How many of the best tokens decide every row: one if it is greedy, else top-k. None if all do."""
     settings = batch.settings
     if batch.edits or settings["wants_logprobs"].any():
         return None
     needed = np.where(settings["temperature"] > 0, settings["top_k"], 1)
-    return int(needed.max()) if needed.min() > 0 and needed.max() <= _MOST_CANDIDATES else None
+    return int(needed.max()) if needed.min() > 0 else None
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -70,4 +70,22 @@ def _serve(device: int) -> bool:
             *LEAST_CAPABILITY,
         )
         return False
+    obstacle = _obstacle()
+    if obstacle is not None:
+        log.warning(
+            "GPU kernels run as the slow torch reference: Triton cannot build what launches them, for which "
+            "it needs a C compiler and Python's headers: %s",
+            obstacle,
+        )
+        return False
     return True
+
+
+def _obstacle() -> str | None:
+    """Why Triton can launch nothing on a GPU, if it cannot: its driver is C, and is built when first asked
+    for, as are the launchers of kernels."""
+    try:
+        _ = importlib.import_module("triton.runtime").driver.active
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -23,7 +23,8 @@ def _share(keys, splits, KEYS: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), KEYS), 2) * KEYS
 
 
-@triton.jit(do_not_specialize=["splits"])
+# A table's width differs from step to step: the kernel would be compiled anew where it is a multiple of 16.
+@triton.jit(do_not_specialize=["splits", "stride_table"])
 def decode(
     p_q,  # [T, Hq, D], strides given
     p_k,  # as `ops` has them; of int32 where they are quantised

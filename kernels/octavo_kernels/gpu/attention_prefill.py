@@ -31,7 +31,7 @@ def _sequence_of(p_query_start, i_tile, num_sequences, TOKENS: tl.constexpr):
     return tl.sum(b_count, 0) - 1
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
 def prefill(
     p_q,  # as in `decode`
     p_k,

@@ -61,7 +61,7 @@ def _maxima_kernel(
     tl.store(p_keys + row * chunks + i_chunk, keys, mask=i_chunk < chunks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_chosen"])  # which may begin anywhere in a prompt's tokens
 def _weights_kernel(
     p_logits,
     p_keys,
@@ -98,7 +98,7 @@ def _weights_kernel(
         tl.store(p_above + row * tiles + tile, tl.sum(tl.sum(is_above.to(tl.int32), 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it differs from step to step
 def _live_kernel(
     p_keys,
     p_weights,
@@ -262,7 +262,7 @@ def forms(capability: int) -> list[Form]:
             ("chunks' maxima", _maxima_kernel, groups),
             ("chunks' weights, sample", _weights_kernel, groups | block | not_chosen),
             ("chunks' weights, token_logprobs", _weights_kernel, groups | block | no_settings),
-            ("live chunks, sample", _live_kernel, {**block, "count": 0}),
+            ("live chunks, sample", _live_kernel, block),
             ("live chunks, best_logits", _live_kernel, block | no_weights),
         )
     ]

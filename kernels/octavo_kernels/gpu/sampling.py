@@ -141,7 +141,7 @@ def _draw_kernel(
     tl.store(p_ids + row, tl.minimum(token, size - 1).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_chosen"])
 def _logprobs_kernel(
     p_logits,
     p_keys,
@@ -170,7 +170,7 @@ def _logprobs_kernel(
     tl.store(p_log_total + row, log_total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _best_kernel(
     p_logits,
     p_keys,
