@@ -30,8 +30,19 @@ GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 @dataclass(frozen=True)
 class Reading:
-    perplexity: float  # of every token but the first of each window, given those before it
-    best: Tensor  # the most probable token in the place of each of them
+    """Of every token but the first of each window, given those before it."""
+
+    losses: Tensor
+    best: Tensor  # the most probable token in its place
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.losses.mean()))
+
+    def first(self, count: int) -> "Reading":
+        """Of so many windows."""
+        places = slice(count * (WINDOW - 1))
+        return Reading(self.losses[places], self.best[places])
 
     def agreement(self, other: "Reading") -> float:
         """The share of places where both hold the same token for the most probable."""
@@ -59,7 +70,7 @@ def load(scheme: Scheme | None = None) -> tuple[Decoder, ModelConfig]:
 def read(
     model: Decoder, config: ModelConfig, windows: list[list[int]], kv_dtype: torch.dtype = torch.bfloat16
 ) -> Reading:
-    losses, best = 0.0, []
+    losses, best = [], []
     for window in windows:
         cache = KVCache(config, -(-len(window) // 16), 16, kv_dtype, torch.device("cpu"))
         piece = Slice(0, 0, len(window), 0, tuple(range(-(-len(window) // 16))), (0,))
@@ -69,9 +80,9 @@ def read(
         with torch.inference_mode():
             hidden = model.forward(build_step(rows, plan, cache.layouts).inputs, cache.layers)
             logits = model.logits(hidden[:-1]).float()
-        losses += float(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
+        losses.append(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="none"))
         best.append(logits.argmax(dim=-1))
-    return Reading(math.exp(losses / sum(len(window) - 1 for window in windows)), torch.cat(best))
+    return Reading(torch.cat(losses).double(), torch.cat(best))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ The tail of each server's log is added to the report of a test that fails.
 import socket
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def start_server(
             return server
 
         yield start
+        with ThreadPoolExecutor() as pool:  # each takes seconds, most of them waiting
+            list(pool.map(RunningServer.stop, servers))
 
 
 @pytest.fixture(scope="session")
