@@ -10,8 +10,7 @@ SIZES = [(1, 1, 4), (2, 31, 8), (1, 33, 64), (7, 1000, 132), (33, 1537, 64), (19
 
 def pack(matrix: torch.Tensor) -> ops.PackedLinear:
     packed = ops.pack_linear(matrix)
-    if packed is None:
-        pytest.skip("the products are compiled for AVX-512 only")
+    assert packed is not None
     return packed
 
 

@@ -4,8 +4,6 @@
 #include "kernels.h"
 #include "vec.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-
 // The structures are those of decoder_layers.py, field by field.
 typedef struct {
     const void *packed, *bias;  // bias: NULL for none
@@ -39,9 +37,11 @@ typedef struct {
 } State;
 
 static int64_t multiply(const State *s, const Product *p, const void *x, void *out) {
+#ifdef __AVX512VNNI__
     if (p->scales)
         return octavo_linear_int8(x, p->packed, p->scales, p->bias, out, s->tokens, p->outputs, p->inputs, s->type,
                                   s->threads);
+#endif
     octavo_linear(x, p->packed, p->bias, out, s->tokens, p->outputs, p->inputs, s->type, s->threads);
     return 0;
 }
@@ -77,5 +77,3 @@ EXPORT int64_t octavo_decoder_layers(const State *s, const Layer *layers, int64_
     }
     return 0;
 }
-
-#endif

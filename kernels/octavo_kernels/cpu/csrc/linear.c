@@ -1,8 +1,6 @@
 // Linear layers in float32 and bfloat16, and the packing of weights of all types.
 #include "linear_best.h"
 
-#ifdef __AVX512BF16__
-
 static void linear_task(void *context, int64_t index) {
     const Linear *l = context;
     if (l->out_type == BF16)
@@ -26,8 +24,6 @@ EXPORT int64_t octavo_linear_best(const void *x, const void *packed, float *valu
     const Linear l = {.x = x, .packed = packed, .rows = rows, .outputs = outputs, .inputs = inputs, .out_type = type};
     return best_of_linear(&l, (int)type, count, values, ids, threads);
 }
-
-#endif
 
 // weight [outputs, inputs], a multiple of 4 bytes a row; packed holds as many, outputs rounded up to a panel.
 EXPORT void octavo_pack_linear(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t type) {

@@ -1,16 +1,24 @@
-// Products with a weight that was packed once: x [M, K] times weight [N, K] transposed. For AVX-512 with BF16 and
-// VNNI (linear_amx.h has those by AMX); elsewhere only the packing is compiled.
+// Products with a weight that was packed once: x [M, K] times weight [N, K] transposed (linear_amx.h has those by
+// AMX). Those in int8 are for AVX-512 with VNNI; elsewhere only their packing is compiled.
 //
 // Packed, the weight is panels of 32 outputs: [N / 32][K / P][32][P], the last one filled up with zeros, where P
-// numbers fill 4 bytes: a float, a pair of bfloat16 (vdpbf16ps), or four int8 (vpdpbusd). A panel's 32 outputs of
-// up to 12 rows of x are 24 registers of sums; a step loads the panel's two vectors once and broadcasts x.
+// numbers fill 4 bytes: a float, a pair of bfloat16 (vdpbf16ps), or four int8 (vpdpbusd). With AVX-512 a panel's 32
+// outputs of up to 12 rows of x are 24 registers of sums; a step loads the panel's two vectors once and broadcasts x.
+// AVX2 has half as many registers of half the size, and no product of bfloat16: there a pair is widened to floats,
+// and more than two rows take a panel in halves.
 #pragma once
 #include "pool.h"
 #include "vec.h"
 
 #define PANEL 32
 #define STEP_BYTES 128          // of a panel
+#ifdef __AVX512F__
 #define MAX_M 12                // rows of a block
+#define MAX_M_BF16 MAX_M
+#else
+#define MAX_M 6
+#define MAX_M_BF16 4            // whose weights are widened into twice the registers
+#endif
 #define MAX_M_INT8 6            // whose totals need registers too: at 32 rows 1.6 x as fast as 12
 #define M_TILE 192              // rows of x that a task does: they stay in the cache while panels pass by
 #define WEIGHTS_PER_TASK 65536  // a task's share of the weight, in numbers
@@ -26,15 +34,20 @@ typedef struct {
     const int32_t *x_sums;     // [rows, groups]: 128 x the sum of the group's numbers
 } Linear;
 
-#ifdef __AVX512BF16__
-
+// Adds the products of 4 bytes of x, a float or two bfloat16, and as many of each output's weight.
 INLINE Vec multiply_add(Vec sum, const void *x, Vec w, int type) {
     int32_t bytes;
     memcpy(&bytes, x, sizeof bytes);
-    const __m512i every = _mm512_set1_epi32(bytes);
+    const VecInt every = bytes - (VecInt){0};
     if (type == F32)
         return sum + (Vec)every * w;
+#ifdef __AVX512BF16__
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)every, (__m512bh)w);
+#else
+    const int32_t upper = ~0xffff;
+    sum += (Vec)(every << 16) * (Vec)((VecInt)w << 16);
+    return sum + (Vec)(every & upper) * (Vec)((VecInt)w & upper);
+#endif
 }
 
 // Adds the bias to 16 outputs of a row and writes those there are.
@@ -59,23 +72,27 @@ INLINE void finish(const Linear *l, int64_t row, int64_t column, Vec sum, int ty
 INLINE void block_of_floats(const Linear *l, int64_t row, int64_t panel, int m, int type, const char *ahead) {
     const int64_t stride = l->inputs * size_of(type);
     const char *w = (const char *)l->packed + panel * stride * PANEL, *x = (const char *)l->x + row * stride;
-    Vec sums[MAX_M][2];
-    for (int r = 0; r < m; r++)
-        sums[r][0] = sums[r][1] = (Vec){0};
-    for (int64_t step = 0; step < stride / 4; step++) {
-        prefetch(ahead + step * STEP_BYTES / 2);
-        const Vec w0 = load_f32((const float *)(w + step * STEP_BYTES));
-        const Vec w1 = load_f32((const float *)(w + step * STEP_BYTES + STEP_BYTES / 2));
-        for (int r = 0; r < m; r++) {
-            const char *numbers = x + r * stride + step * 4;
-            sums[r][0] = multiply_add(sums[r][0], numbers, w0, type);
-            sums[r][1] = multiply_add(sums[r][1], numbers, w1, type);
+    const int vectors = m > 2 ? 2 : PANEL / LANES;  // of a panel at a time
+    for (int first = 0; first < PANEL / LANES; first += vectors) {
+        Vec sums[MAX_M][PANEL / LANES];
+        for (int r = 0; r < m; r++)
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = (Vec){0};
+        for (int64_t step = 0; step < stride / 4; step++) {
+            prefetch(ahead + step * STEP_BYTES / 2);
+            for (int v = 0; v < vectors; v++) {
+                const Vec weights = load_f32((const float *)(w + step * STEP_BYTES) + (first + v) * LANES);
+                for (int r = 0; r < m; r++)
+                    sums[r][v] = multiply_add(sums[r][v], x + r * stride + step * 4, weights, type);
+            }
         }
+        for (int r = 0; r < m; r++)
+            for (int v = 0; v < vectors; v++)
+                finish(l, row + r, panel * PANEL + (first + v) * LANES, sums[r][v], type);
     }
-    for (int r = 0; r < m; r++)
-        for (int half = 0; half < 2; half++)
-            finish(l, row + r, panel * PANEL + half * LANES, sums[r][half], type);
 }
+
+#ifdef __AVX512VNNI__
 
 // The same in int8: the sum of a group is an exact integer, and a row's total is a sum of them in the order of the
 // groups. Sums are of the integer type, for the compiler copies each of them at every step where they are cast.
@@ -111,11 +128,16 @@ INLINE void block_of_int8(const Linear *l, int64_t row, int64_t panel, int m, co
             finish(l, row + r, panel * PANEL + half * LANES, totals[r][half], INT8);
 }
 
+#endif
+
 INLINE void block(const Linear *l, int64_t row, int64_t panel, int m, int type, const char *ahead) {
-    if (type == INT8)
+#ifdef __AVX512VNNI__
+    if (type == INT8) {
         block_of_int8(l, row, panel, m, ahead);
-    else
-        block_of_floats(l, row, panel, m, type, ahead);
+        return;
+    }
+#endif
+    block_of_floats(l, row, panel, m, type, ahead);
 }
 
 INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int type, const char *ahead) {
@@ -125,13 +147,15 @@ INLINE void block_of(const Linear *l, int64_t row, int64_t panel, int64_t m, int
     case 3: block(l, row, panel, 3, type, ahead); break;
     case 4: block(l, row, panel, 4, type, ahead); break;
     case 5: block(l, row, panel, 5, type, ahead); break;
+#if MAX_M > 6
     case 6: block(l, row, panel, 6, type, ahead); break;
     case 7: block(l, row, panel, 7, type, ahead); break;
     case 8: block(l, row, panel, 8, type, ahead); break;
     case 9: block(l, row, panel, 9, type, ahead); break;
     case 10: block(l, row, panel, 10, type, ahead); break;
     case 11: block(l, row, panel, 11, type, ahead); break;
-    default: block(l, row, panel, 12, type, ahead);
+#endif
+    default: block(l, row, panel, MAX_M, type, ahead);
     }
 }
 
@@ -158,7 +182,8 @@ INLINE const char *ahead_of(const Linear *l, const Part *part, int64_t panel, in
 
 INLINE void linear_task_of(const Linear *l, int64_t index, int type) {
     const Part part = part_of(l, index);
-    const int64_t most = type == INT8 ? MAX_M_INT8 : MAX_M, rows = part.end - part.begin;
+    const int64_t most = type == INT8 ? MAX_M_INT8 : type == BF16 ? MAX_M_BF16 : MAX_M;
+    const int64_t rows = part.end - part.begin;
     const int64_t blocks = (rows + most - 1) / most;
     for (int64_t panel = part.first_panel; panel < part.last_panel; panel++)
         for (int64_t i = 0; i < blocks; i++) {  // blocks of equal size, or one row less
@@ -177,5 +202,3 @@ static inline int64_t divide(Linear *l, int64_t threads) {
     l->tasks_per_tile = (panels + l->panels_per_task - 1) / l->panels_per_task;
     return (l->rows + M_TILE - 1) / M_TILE * l->tasks_per_tile;
 }
-
-#endif

@@ -9,11 +9,9 @@
 #include "linear.h"
 
 #ifndef HAVE_AMX
-#ifdef __AVX512BF16__
 
 INLINE void linear_task_by_tiles(const Linear *l, int64_t index, int type) { linear_task_of(l, index, type); }
 
-#endif
 #else
 
 #define MAX_M_AMX (2 * TILE_ROWS)

@@ -5,8 +5,6 @@
 
 #include "linear_amx.h"
 
-#ifdef __AVX512BF16__
-
 #define BEST_PANELS 16  // multiplied at once: with all rows of a tile, the buffer fits on a stack
 #define PARTS_PER_THREAD 8
 
@@ -48,8 +46,7 @@ INLINE void look_through(const void *row, int64_t size, int64_t first, float *va
         const int64_t left = min_i64(LANES, size - i);
         const Vec v = left == LANES ? load(row, i, type) : load_part(row, i, left, type);
         // Not less (or equal), which a NaN is not either.
-        unsigned larger = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(values[count - 1]), _CMP_NLE_UQ) &
-                          _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(least), _CMP_NLT_UQ);
+        uint32_t larger = lanes_of(~(v <= values[count - 1]) & ~(v < least));
         for (larger &= (1u << left) - 1; larger; larger &= larger - 1) {
             const int lane = __builtin_ctz(larger);
             if (v[lane] != v[lane]) {
@@ -151,5 +148,3 @@ static int64_t best_of_linear(const Linear *l, int type, int64_t count, float *v
     free(b.values);
     return 0;
 }
-
-#endif

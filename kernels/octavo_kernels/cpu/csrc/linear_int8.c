@@ -1,10 +1,9 @@
 // Linear layers in int8: a scale for each output of the weight, and one for each group of a row's
 // columns, found as they come.
+#ifdef __AVX512VNNI__
 #include <stdlib.h>
 
 #include "linear_best.h"
-
-#ifdef __AVX512VNNI__
 
 #define ROWS_PER_TASK 8
 #define SERIAL_NUMBERS 32768

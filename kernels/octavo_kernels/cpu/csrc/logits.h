@@ -9,8 +9,6 @@
 // A row with a NaN, or without a finite maximum, has no meaningful result; but nothing loops or is written out of
 // bounds because of one: a NaN counts as near the maximum.
 #pragma once
-#include <immintrin.h>
-
 #include "vec.h"
 
 #define TILE 256
@@ -38,21 +36,6 @@ INLINE Vec load_logits(const Row *r, int64_t index, int type) {
     for (int64_t lane = left; lane < LANES; lane++)
         logits[lane] = -INFINITY;
     return load_f32(logits);
-}
-
-// One bit for each lane of a comparison's result.
-INLINE uint32_t lanes_of(VecInt mask) {
-#ifdef __AVX512F__
-    return _mm512_movepi32_mask((__m512i)mask);
-#else
-    uint32_t lanes = 0;
-    for (int i = 0; i < LANES; i += 8) {
-        __m256 part;
-        memcpy(&part, (const char *)&mask + i * sizeof(float), sizeof part);
-        lanes |= (uint32_t)_mm256_movemask_ps(part) << i;
-    }
-    return lanes;
-#endif
 }
 
 // Which logits are no further than `distance` from the maximum, or a NaN.

@@ -4,12 +4,10 @@
 // register GCC keeps in memory and compares lane by lane, which takes seven times as long. Pointers need no
 // alignment; every access goes through memcpy, which compiles to one unaligned move.
 #pragma once
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
@@ -238,4 +236,19 @@ INLINE Vec exp2_vec(Vec x) {
     p = p * r + 2.402264791e-1f;
     p = p * r + 6.931472028e-1f;
     return times_power(p * r + 1.0f, n);
+}
+
+// One bit for each lane of a comparison's result.
+INLINE uint32_t lanes_of(VecInt mask) {
+#ifdef __AVX512F__
+    return _mm512_movepi32_mask((__m512i)mask);
+#else
+    uint32_t lanes = 0;
+    for (int i = 0; i < LANES; i += 8) {
+        __m256 part;
+        memcpy(&part, (const char *)&mask + i * sizeof(float), sizeof part);
+        lanes |= (uint32_t)_mm256_movemask_ps(part) << i;
+    }
+    return lanes;
+#endif
 }
