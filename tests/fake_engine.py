@@ -129,6 +129,8 @@ class FakeEngine:
             num_blocks=10,
             num_used_blocks=len(self.open),
             num_cached_blocks=0,
+            num_reusable_blocks=0,
+            num_shared_blocks=0,
             block_size=16,
             prompt_tokens_total=7,
             cached_prompt_tokens_total=0,

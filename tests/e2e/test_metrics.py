@@ -122,6 +122,8 @@ def test_totals_gauges_and_latencies_after_a_scripted_load(llm: RunningServer) -
     }
     assert blocks["max"] == blocks["free"] == after.value("octavo:kv_blocks") > 0
     assert (blocks["used"], blocks["tokens_per"], blocks["fraction"]) == (0, 16, 0)
+    assert after.value("octavo:kv_blocks_shared") == 0
+    assert after.value("octavo:kv_blocks_reusable") == after.value("octavo:kv_blocks_cached") > 0
     for kind in ("waiting", "scheduled"):
         assert after.value("nv_trt_llm_request_metrics", request_type=kind) == 0
     assert after.value("octavo:ready", instance="llm_0_0", **LABELS) == 1

@@ -149,6 +149,34 @@ def test_append_counts_the_copy_and_changes_nothing_when_blocks_run_out() -> Non
     manager.check_integrity([parent, child])
 
 
+def test_shared_and_reusable_blocks_are_counted_as_they_change_hands() -> None:
+    manager = BlockManager(5, 2)
+
+    def counts() -> tuple[int, int]:
+        return manager.num_shared_blocks, manager.num_reusable_blocks
+
+    first, same, child = sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 6], 2), sequence([1, 2, 3, 4, 5], 3)
+    run(manager, first)
+    assert counts() == (0, 0)
+    run(manager, same)  # its two full blocks are the first one's
+    assert counts() == (2, 0)
+    manager.fork(first, child)
+    assert counts() == (3, 0)
+    manager.free(first)
+    assert counts() == (2, 0)
+    manager.free(child)
+    assert counts() == (0, 0)
+    manager.free(same)
+    assert counts() == (0, 2)
+    other = sequence([7] * 7, 4)
+    run(manager, other)  # three blocks are empty, the fourth held the tail of what is cached
+    assert counts() == (0, 1)
+    manager.free(other)
+    assert counts() == (0, 4)
+    run(manager, sequence([1, 2, 9], 5))  # the cached head, and the block that is not full
+    assert counts() == (0, 3)
+
+
 def test_check_integrity_sees_a_leak_and_a_double_reference() -> None:
     manager = BlockManager(4, 2)
     seq = sequence([1, 2, 3])
@@ -157,6 +185,12 @@ def test_check_integrity_sees_a_leak_and_a_double_reference() -> None:
         manager.check_integrity([])
     with pytest.raises(AssertionError, match="block"):
         manager.check_integrity([seq, seq])
+    manager.check_integrity([seq])
+    for counter, words in {"_num_shared": "shared blocks", "_num_reusable": "reusable blocks"}.items():
+        setattr(manager, counter, 1)
+        with pytest.raises(AssertionError, match=f"1 {words}"):
+            manager.check_integrity([seq])
+        setattr(manager, counter, 0)
 
 
 def test_can_append_counts_new_blocks_and_all_copies_but_the_last_writers() -> None:

@@ -6,6 +6,7 @@ the only caller. Only this file touches reference counts; it fills `Sequence.blo
 Invariants, checked by `check_integrity`:
 - a block is in the free list exactly once when its reference count is 0, and not at all otherwise;
 - a reference count is the number of block tables that hold the block;
+- the numbers of shared and of reusable blocks are what a count over all blocks would give;
 - a block with a hash is full, never written again, and is the one that the prefix cache names for it;
 - slots from a sequence's `num_computed_tokens` up to its `num_writable_tokens` are in blocks of its own;
 - a hash is coming when a sequence has a block for it that it has yet to fill, or that is yet to be copied in.
@@ -75,6 +76,8 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
         self._coming: dict[bytes, Sequence] = {}  # who will publish it, unless it ends before
+        self._num_shared = 0
+        self._num_reusable = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -88,6 +91,16 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         """Blocks whose content a later prompt can reuse, referenced or not."""
         return len(self._cached)
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one block table holds."""
+        return self._num_shared
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        """Free blocks whose content a later prompt can reuse."""
+        return self._num_reusable
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -273,26 +286,39 @@ class BlockManager:
             if digest is not None:
                 assert self._cached.get(digest) == block_id, f"block {block_id}: prefix cache"
         assert len(self._cached) == sum(digest is not None for digest in self._hashes)
+        assert self._num_shared == sum(count > 1 for count in counts), f"{self._num_shared} shared blocks"
+        reusable = sum(self._hashes[block_id] is not None for block_id in self._free)
+        assert self._num_reusable == reusable, f"{self._num_reusable} reusable blocks"
         assert len(self._coming) == num_coming, "nobody is about to fill a block that is said to be coming"
         self.host.check_integrity()
 
     def _reference(self, block_id: int) -> None:
-        if self._ref_counts[block_id] == 0:
+        count = self._ref_counts[block_id]
+        if count == 0:
             del self._free[block_id]
-        self._ref_counts[block_id] += 1
+            self._num_reusable -= self._hashes[block_id] is not None
+        elif count == 1:
+            self._num_shared += 1
+        self._ref_counts[block_id] = count + 1
 
     def _release(self, block_id: int) -> None:
-        self._ref_counts[block_id] -= 1
-        assert self._ref_counts[block_id] >= 0
-        if self._ref_counts[block_id] == 0:
+        count = self._ref_counts[block_id] - 1
+        assert count >= 0
+        self._ref_counts[block_id] = count
+        if count == 0:
             self._free[block_id] = None
             if self._hashes[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
+            else:
+                self._num_reusable += 1
+        elif count == 1:
+            self._num_shared -= 1
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         digest = self._uncache(block_id)
         if digest is not None:
+            self._num_reusable -= 1
             self.host.save(digest, block_id)
         self.disk.reuse(block_id, digest)
         self._ref_counts[block_id] = 1

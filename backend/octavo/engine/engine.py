@@ -248,6 +248,8 @@ class Engine:
             num_blocks=self._blocks.num_blocks,
             num_used_blocks=self._blocks.num_used_blocks,
             num_cached_blocks=self._blocks.num_cached_blocks,
+            num_reusable_blocks=self._blocks.num_reusable_blocks,
+            num_shared_blocks=self._blocks.num_shared_blocks,
             block_size=self._blocks.block_size,
             prompt_tokens_total=counters.prompt_tokens,
             cached_prompt_tokens_total=counters.cached_prompt_tokens,

@@ -20,7 +20,9 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_used_blocks: int
-    num_cached_blocks: int
+    num_cached_blocks: int  # that a prompt can reuse, held or not
+    num_reusable_blocks: int  # of those, the ones that no sequence holds
+    num_shared_blocks: int  # that several sequences hold
     block_size: int
     prompt_tokens_total: int
     cached_prompt_tokens_total: int

@@ -89,6 +89,16 @@ GAUGES: tuple[Series[Snapshot], ...] = (
         lambda now: now.engine.num_cached_blocks,
     ),
     Series(
+        "octavo:kv_blocks_reusable",
+        "Of those, the ones that no sequence holds.",
+        lambda now: now.engine.num_reusable_blocks,
+    ),
+    Series(
+        "octavo:kv_blocks_shared",
+        "KV blocks that several sequences hold.",
+        lambda now: now.engine.num_shared_blocks,
+    ),
+    Series(
         "octavo:host_blocks",
         "Slots of host memory for evicted KV blocks.",
         lambda now: now.engine.num_host_blocks,
