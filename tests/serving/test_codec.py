@@ -197,7 +197,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
             "'exclude_input_in_output' is false",
         ),
         ({"messages": "[]"}, "'messages' must be a JSON list of at least one message"),
-        ({"messages": '{"role": "user"}'}, "'messages' must be a JSON list"),
+        ({"messages": "{}"}, "'messages' must be a JSON list"),
         ({"messages": '["hi"]'}, "'messages' holds a string at 0; expected an object"),
         ({"messages": '[{"role": "user"}]'}, "message 0 must have a 'content' that is a string"),
         ({"messages": '[{"role": 1, "content": ""}]'}, "message 0 must have a 'role'"),

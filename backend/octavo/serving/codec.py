@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from octavo.errors import InvalidArgument
 from octavo.request import SAMPLING_NAMES, PoolingParams, SamplingParams
-from octavo.serving import embedding_request, request_parameters, strict_json
+from octavo.serving import chat_request, embedding_request, request_parameters, strict_json
+from octavo.serving.chat_request import Chat
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -69,13 +70,6 @@ OUTPUTS = (
 )
 _INPUTS = {spec.name: spec for spec in INPUTS}
 _PROMPTS = ("text_input", "input_ids", "messages")
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation, for the model's own chat template. Every message has a `role` and a `content`."""
-
-    messages: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,19 +231,7 @@ def _prompt(inputs: Tensors) -> str | tuple[int, ...] | Chat:
         return _string(inputs, "text_input")
     if given == ["input_ids"]:
         return tuple(inputs["input_ids"].reshape(-1).tolist())
-    messages = strict_json.load(_string(inputs, "messages"), "messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("'messages' must be a JSON list of at least one message")
-    for position, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidArgument(
-                f"'messages' holds {strict_json.kind(message)} at {position}; expected an object"
-            )
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                what = f"it is {strict_json.kind(message[key])}" if key in message else "it has none"
-                raise InvalidArgument(f"message {position} must have a '{key}' that is a string; {what}")
-    return Chat(tuple(messages))
+    return chat_request.parse(_string(inputs, chat_request.NAME))
 
 
 def _element(inputs: Tensors, name: str) -> Any:

@@ -16,6 +16,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.errors import Cancelled, DeadlineExceeded, NotFound, OctavoError, Unavailable
 from octavo.request import Request, SamplingParams, TextDelta
 from octavo.serving import codec
+from octavo.serving.chat_request import Chat
 from octavo.serving.outbox import OpenRequest, Outbox
 from octavo.serving.reply import Reply
 from octavo.serving.request_log import log_surprise
@@ -133,9 +134,9 @@ class Intake:
             return
         prompt = call.prompt
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, codec.Chat):
+        if isinstance(prompt, Chat):
             request.operation = "chat"
-            text = self._engine.tokenizer.render_chat(prompt.messages)
+            text = prompt.render(self._engine.tokenizer)
             prompt = tuple(self._engine.encode(text, add_special_tokens=False))
         ready = make_request(prompt, call.params, cumulative_logprob=call.returns.cumulative_logprob)
         echo = text if call.echo else None
