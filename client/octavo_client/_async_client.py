@@ -17,18 +17,21 @@ from octavo_client._base import (
     WireRequest,
     chat_inputs,
     model_info,
+    model_states,
 )
 from octavo_client._errors import NotFound, OctavoError, ProtocolError, Unavailable
-from octavo_client._many import Collector, ManyResults, OnProgress, check_options, params_of_each
+from octavo_client._many import Collector, ManyResults, OnProgress, check_options, inputs_of, params_of_each
 from octavo_client._replies import Answer, Reply
 from octavo_client._transports import AsyncExchange, AsyncTransport, connect_async
 from octavo_client._types import (
     TLS,
+    ChatOptions,
     Completion,
     Delta,
     Embedding,
     Health,
     ModelInfo,
+    ModelState,
     Options,
     Prompt,
     Retries,
@@ -85,15 +88,17 @@ class AsyncClient(BaseClient):
         return self._stream(self._generation(prompt, params, True, options), options)
 
     async def chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Options]
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Completion:
         """The next message, as the model's own chat template has it. Raises `OctavoError`."""
-        return await self._complete(chat_inputs(messages), params, options)
+        inputs, others = chat_inputs(messages, options)
+        return await self._complete(inputs, params, others)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Options]
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> "AsyncStream":
-        return self._stream(self._generation(chat_inputs(messages), params, True, options), options)
+        inputs, others = chat_inputs(messages, options)
+        return self._stream(self._generation(inputs, params, True, others), others)
 
     async def embed(
         self,
@@ -110,23 +115,24 @@ class AsyncClient(BaseClient):
 
     async def generate_many(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Iterable[Prompt | Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         concurrency: int = 16,
         progress: OnProgress | bool | None = None,
         **options: Unpack[Options],
     ) -> ManyResults:
-        """Continues many prompts, `concurrency` at a time. A request that fails does not end the others.
+        """Answers many prompts and chats, `concurrency` at a time. One that fails does not end the others.
 
-        `params` are for all, or one for each. `progress` is told of each that ends; True shows a bar. When
-        that raises, or this is cancelled, the requests that run are cancelled.
+        Messages are a chat, as in `chat`; a text or ids are a prompt, as in `generate`. `params` are for all,
+        or one for each. `progress` is told of each that ends; True shows a bar. When it raises, or this is
+        cancelled, the requests that run are cancelled.
         """
         check_options(options, concurrency)
         all_prompts = list(prompts)
         each = params_of_each(params, len(all_prompts))
         requests = [
-            self._generation(prompt, own, False, options)
+            self._generation(inputs_of(prompt), own, False, options)
             for prompt, own in zip(all_prompts, each, strict=True)
         ]
         collector = Collector(len(requests), progress)
@@ -169,6 +175,10 @@ class AsyncClient(BaseClient):
         metadata = await self._transport.aask(Question.METADATA, self.model, self.model_version)
         config = await self._transport.aask(Question.CONFIG, self.model, self.model_version)
         return model_info(metadata, config)
+
+    async def models(self) -> tuple[ModelState, ...]:
+        """All models of the server's repository, ready or not. Raises `OctavoError`."""
+        return model_states(await self._transport.aask(Question.MODELS, self.model, ""))
 
     async def load_adapter(self, name: str, path: str) -> NoReturn:
         """Raises `NoAdapters`: no server has a way to do that yet."""
@@ -218,6 +228,7 @@ class AsyncStream:
         self._deltas: deque[Delta] = deque()
         self._exchange: AsyncExchange | None = None
         self._ended = False
+        self._failure: OctavoError | None = None  # to be raised when it is its turn
 
     @property
     def request_id(self) -> str:
@@ -239,11 +250,34 @@ class AsyncStream:
 
     async def __anext__(self) -> Delta:
         while not self._deltas:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
             reply = await self._receive()
             if reply is None:
                 raise StopAsyncIteration
             self._deltas.extend(self._answer.add(reply))
         return self._deltas.popleft()
+
+    async def next_deltas(self) -> list[Delta]:
+        """All that has come by now: waits for one delta, and takes those beside it. Empty after the last."""
+        try:
+            deltas = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        while True:
+            deltas += self._deltas
+            self._deltas.clear()
+            exchange = self._exchange
+            if exchange is None or not exchange.waiting or self._answer.finished:
+                return deltas
+            try:
+                reply = await self._receive()
+            except OctavoError as error:
+                self._failure = error  # first what came before it
+                return deltas
+            if reply is not None:
+                self._deltas.extend(self._answer.add(reply))
 
     async def read(self) -> Answer:
         """The rest, up to the end."""

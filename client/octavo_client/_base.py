@@ -1,5 +1,6 @@
 """What the twins `Client` and `AsyncClient` share: requests are built and attempts counted here. No I/O."""
 
+import copy
 import json
 import random
 import time
@@ -7,11 +8,21 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 from urllib.parse import urlsplit
 
 from octavo_client._errors import NoAdapters, OctavoError
-from octavo_client._types import ChatMessage, ModelInfo, Options, Prompt, Retries, SamplingParams, TensorInfo
+from octavo_client._types import (
+    ChatMessage,
+    ChatOptions,
+    ModelInfo,
+    ModelState,
+    Options,
+    Prompt,
+    Retries,
+    SamplingParams,
+    TensorInfo,
+)
 
 Messages = Sequence[ChatMessage | Mapping[str, Any]]
 Value = str | bool | tuple[int, ...]
@@ -23,6 +34,7 @@ CANCEL_PAUSE_S = 0.01  # before asking again for a request that no instance of t
 
 _PARAMETERS = {"priority": "octavo_priority", "deadline_ms": "octavo_deadline_ms"}
 _RETURNS = {"return_stats": "return_request_stats"}
+_OF_TEMPLATES = tuple(ChatOptions.__annotations__.keys() - Options.__annotations__.keys())
 
 
 class Question(Enum):
@@ -33,6 +45,7 @@ class Question(Enum):
     MODEL_READY = "model_ready"
     METADATA = "metadata"
     CONFIG = "config"
+    MODELS = "models"  # all of the repository, whatever model is asked about
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,8 @@ class WireRequest:
     def prompt(self) -> Value | list[dict[str, Any]]:
         """The text, the token ids, or the list of messages."""
         if "messages" in self.inputs:
-            messages: list[dict[str, Any]] = json.loads(str(self.inputs["messages"]))
+            values = json.loads(str(self.inputs["messages"]))
+            messages: list[dict[str, Any]] = values["messages"] if isinstance(values, dict) else values
             return messages
         return self.inputs.get("input_ids", self.inputs.get("text_input", ""))
 
@@ -123,6 +137,7 @@ class _Sent:
     return_token_ids: bool = False
     return_cumulative_logprob: bool = False
     return_stats: bool = False
+    echo: bool = False
 
 
 class BaseClient:
@@ -135,6 +150,12 @@ class BaseClient:
         self.model_version = model_version
         self._timeout_s = timeout_s
         self._retries = retries or Retries()
+
+    def for_model(self, model: str, model_version: str = "") -> Self:
+        """The same client for another model of its server, on the same connection: close only one of them."""
+        other = copy.copy(self)
+        other.model, other.model_version = model, model_version
+        return other
 
     def _generation(
         self,
@@ -149,7 +170,7 @@ class BaseClient:
         inputs = dict(prompt) if isinstance(prompt, Mapping) else _prompt(prompt)
         inputs |= {
             "stream": stream,
-            "exclude_input_in_output": True,
+            "exclude_input_in_output": not sent.echo,
             "sampling_parameters": sampling.to_json(),
             "return_finish_reason": True,
             "return_num_input_tokens": True,
@@ -200,17 +221,34 @@ class BaseClient:
         )
 
 
-def chat_inputs(messages: Messages) -> dict[str, Value]:
-    """The input that stands for a prompt in a chat."""
+def chat_inputs(messages: Messages, options: ChatOptions) -> tuple[dict[str, Value], Options]:
+    """The input that stands for a prompt in a chat, and the options that are not in it."""
     content = [
         {"role": message.role, "content": message.content} if isinstance(message, ChatMessage) else message
         for message in messages
     ]
-    return {"messages": json.dumps(content, default=dict)}
+    others: dict[str, Any] = dict(options)
+    beside = {name: others.pop(name) for name in _OF_TEMPLATES if name in others}
+    value = {"messages": content, **beside} if beside else content
+    return {"messages": json.dumps(value, default=_plain)}, cast(Options, others)
+
+
+def _plain(value: Any) -> Any:
+    """Any mapping and any sequence will do."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _prompt(prompt: Prompt) -> dict[str, Value]:
     return {"text_input": prompt} if isinstance(prompt, str) else {"input_ids": tuple(prompt)}
+
+
+def model_states(answer: Mapping[str, Any]) -> tuple[ModelState, ...]:
+    """From the answer to `Question.MODELS`."""
+    names = ("name", "version", "state", "reason")
+    return tuple(
+        ModelState(**{name: str(model[name]) for name in names if name in model})
+        for model in answer.get("models", ())
+    )
 
 
 def model_info(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> ModelInfo:

@@ -19,18 +19,21 @@ from octavo_client._base import (
     WireRequest,
     chat_inputs,
     model_info,
+    model_states,
 )
 from octavo_client._errors import NotFound, OctavoError, ProtocolError, Unavailable
-from octavo_client._many import Collector, ManyResults, OnProgress, check_options, params_of_each
+from octavo_client._many import Collector, ManyResults, OnProgress, check_options, inputs_of, params_of_each
 from octavo_client._replies import Answer, Reply
 from octavo_client._transports import Exchange, Transport, connect
 from octavo_client._types import (
     TLS,
+    ChatOptions,
     Completion,
     Delta,
     Embedding,
     Health,
     ModelInfo,
+    ModelState,
     Options,
     Prompt,
     Retries,
@@ -89,15 +92,17 @@ class Client(BaseClient):
         return self._stream(self._generation(prompt, params, True, options), options)
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Options]
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Completion:
         """The next message, as the model's own chat template has it. Raises `OctavoError`."""
-        return self._complete(chat_inputs(messages), params, options)
+        inputs, others = chat_inputs(messages, options)
+        return self._complete(inputs, params, others)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Options]
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> "Stream":
-        return self._stream(self._generation(chat_inputs(messages), params, True, options), options)
+        inputs, others = chat_inputs(messages, options)
+        return self._stream(self._generation(inputs, params, True, others), others)
 
     def embed(
         self,
@@ -114,23 +119,24 @@ class Client(BaseClient):
 
     def generate_many(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Iterable[Prompt | Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         concurrency: int = 16,
         progress: OnProgress | bool | None = None,
         **options: Unpack[Options],
     ) -> ManyResults:
-        """Continues many prompts, `concurrency` at a time. A request that fails does not end the others.
+        """Answers many prompts and chats, `concurrency` at a time. One that fails does not end the others.
 
-        `params` are for all, or one for each. `progress` is told of each that ends; True shows a bar. When it
-        raises, or on Ctrl-C, the requests that run are cancelled.
+        Messages are a chat, as in `chat`; a text or ids are a prompt, as in `generate`. `params` are for all,
+        or one for each. `progress` is told of each that ends; True shows a bar. When it raises, or on Ctrl-C,
+        the requests that run are cancelled.
         """
         check_options(options, concurrency)
         all_prompts = list(prompts)
         each = params_of_each(params, len(all_prompts))
         requests = [
-            self._generation(prompt, own, False, options)
+            self._generation(inputs_of(prompt), own, False, options)
             for prompt, own in zip(all_prompts, each, strict=True)
         ]
         collector = Collector(len(requests), progress)
@@ -178,6 +184,10 @@ class Client(BaseClient):
         metadata = self._transport.ask(Question.METADATA, self.model, self.model_version)
         config = self._transport.ask(Question.CONFIG, self.model, self.model_version)
         return model_info(metadata, config)
+
+    def models(self) -> tuple[ModelState, ...]:
+        """All models of the server's repository, ready or not. Raises `OctavoError`."""
+        return model_states(self._transport.ask(Question.MODELS, self.model, ""))
 
     def load_adapter(self, name: str, path: str) -> NoReturn:
         """Raises `NoAdapters`: no server has a way to do that yet."""
@@ -257,6 +267,13 @@ class Stream:
                 raise StopIteration
             self._deltas.extend(self._answer.add(reply))
         return self._deltas.popleft()
+
+    def next_deltas(self) -> list[Delta]:
+        """All that has come by now: waits for one delta, and takes those beside it. Empty after the last."""
+        first = next(self, None)
+        deltas = [] if first is None else [first, *self._deltas]
+        self._deltas.clear()
+        return deltas
 
     def read(self) -> Answer:
         """The rest, up to the end."""

@@ -236,6 +236,10 @@ class _AsyncExchange:
         await self._finish()
         raise StopAsyncIteration
 
+    @property
+    def waiting(self) -> bool:
+        return not self._incoming.empty()
+
     async def aleave(self) -> None:
         if not self._stream.final:
             self._abandon()

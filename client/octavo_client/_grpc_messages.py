@@ -61,12 +61,14 @@ def asking(stub: Any, question: Question, model: str, version: str) -> tuple[Any
             return stub.ModelMetadata, service_pb2.ModelMetadataRequest(**named)
         case Question.CONFIG:
             return stub.ModelConfig, service_pb2.ModelConfigRequest(**named)
+        case Question.MODELS:
+            return stub.RepositoryIndex, service_pb2.RepositoryIndexRequest()
 
 
 def answer_to(question: Question, message: Any) -> Mapping[str, Any]:
     values: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
     match question:
-        case Question.METADATA:
+        case Question.METADATA | Question.MODELS:
             return values
         case Question.CONFIG:
             return dict(values.get("config", {}))

@@ -32,7 +32,7 @@ class HttpTransport:
 
     def ask(self, question: Question, model: str, version: str) -> Mapping[str, Any]:
         with typed_errors():
-            response = self._client.get(self._http.path(question, model, version))
+            response = self._client.request(*self._http.asking(question, model, version))
         return self._http.answer(question, response)
 
     def metrics(self) -> str:
@@ -105,7 +105,7 @@ class AsyncHttpTransport:
 
     async def aask(self, question: Question, model: str, version: str) -> Mapping[str, Any]:
         with typed_errors():
-            response = await self._client.get(self._http.path(question, model, version))
+            response = await self._client.request(*self._http.asking(question, model, version))
         return self._http.answer(question, response)
 
     async def ametrics(self) -> str:
@@ -131,6 +131,8 @@ class AsyncHttpTransport:
 
 
 class _AsyncExchange:
+    waiting = False  # what httpx has read of a stream it gives out at once
+
     def __init__(self, transport: AsyncHttpTransport, request: WireRequest, deadline: Deadline) -> None:
         self._transport = transport
         self._request = request

@@ -83,22 +83,27 @@ class HttpMessages:
         }
 
     @staticmethod
-    def path(question: Question, model: str, version: str) -> str:
+    def asking(question: Question, model: str, version: str) -> tuple[str, str]:
+        """The method and the path of a question."""
         match question:
             case Question.LIVE | Question.READY:
-                return f"/v2/health/{question.value}"
+                return "GET", f"/v2/health/{question.value}"
             case Question.MODEL_READY:
-                return f"{_model_path(model, version)}/ready"
+                return "GET", f"{_model_path(model, version)}/ready"
             case Question.CONFIG:
-                return f"{_model_path(model, version)}/config"
+                return "GET", f"{_model_path(model, version)}/config"
             case Question.METADATA:
-                return _model_path(model, version)
+                return "GET", _model_path(model, version)
+            case Question.MODELS:
+                return "POST", "/v2/repository/index"
 
     @staticmethod
     def answer(question: Question, response: httpx.Response) -> Mapping[str, Any]:
-        if question not in (Question.METADATA, Question.CONFIG):
+        if question not in (Question.METADATA, Question.CONFIG, Question.MODELS):
             return {"ready": response.is_success}
         raise_for_status(response.status_code, response.content)
+        if question is Question.MODELS:
+            return _object(b'{"models": %b}' % response.content)
         return _object(response.content)
 
 

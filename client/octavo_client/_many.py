@@ -1,13 +1,14 @@
-"""The results of many requests, and how far they are. No I/O but the progress bar's."""
+"""Many requests at once: what may be asked, how far they are, the results. No I/O but the progress bar's."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, cast
 
+from octavo_client._base import Messages, Value, chat_inputs
 from octavo_client._errors import OctavoError
-from octavo_client._types import Completion, SamplingParams
+from octavo_client._types import ChatMessage, Completion, Prompt, SamplingParams
 
 _BAR_CHARS = 24
 _REDRAW_S = 0.1
@@ -97,6 +98,13 @@ class ProgressBar:
         start = "\r\033[K" if on_terminal else ""
         self._out.write(f"{start}{text}" + ("\n" if last else ""))
         self._out.flush()
+
+
+def inputs_of(item: Prompt | Messages) -> Prompt | Mapping[str, Value]:
+    """What a request is built from: a prompt as it is, and for messages the input that stands for them."""
+    if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
+        return chat_inputs(cast(Messages, item), {})[0]
+    return cast(Prompt, item)
 
 
 def params_of_each(

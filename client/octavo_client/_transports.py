@@ -24,6 +24,10 @@ class Exchange(Protocol):
 
 
 class AsyncExchange(Protocol):
+    @property
+    def waiting(self) -> bool:
+        """Whether something has come that was not taken yet; False where that is not known."""
+
     async def __anext__(self) -> Reply: ...
     async def aleave(self) -> None: ...
 
@@ -33,7 +37,8 @@ class Transport(Protocol):
 
     def send(self, request: WireRequest, deadline: Deadline) -> Exchange: ...
     def ask(self, question: Question, model: str, version: str) -> Mapping[str, Any]:
-        """`{"ready": bool}` to the first three questions, and the server's JSON to the others."""
+        """`{"ready": bool}` to the first three questions, the server's JSON to the others, and a list of that
+        as `{"models": [...]}`."""
 
     def metrics(self) -> str: ...
     def close(self) -> None: ...
@@ -90,12 +95,15 @@ class MockTransport:
         metadata: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         metrics: str = "",
+        models: Iterable[Mapping[str, str]] | None = None,
     ) -> None:
         self._answer = answer
         self._ready = ready
         self._metadata = metadata
         self._config = config or {}
         self._metrics = metrics
+        state = "READY" if ready else "UNAVAILABLE"
+        self._models = list(models or [{"name": "llm", "version": "1", "state": state}])
         self.requests: list[WireRequest] = []
         self.left: list[str] = []
 
@@ -114,6 +122,8 @@ class MockTransport:
                 return self._metadata or {"name": model, "versions": ["1"], "inputs": [], "outputs": []}
             case Question.CONFIG:
                 return self._config
+            case Question.MODELS:
+                return {"models": self._models}
             case _:
                 return {"ready": self._ready}
 
@@ -171,6 +181,8 @@ def _reply(request: WireRequest, text: str, num_tokens: int, last: bool) -> Repl
 
 
 class _MockExchange:
+    waiting = False
+
     def __init__(self, replies: Iterator[Reply], request: WireRequest, left: list[str]) -> None:
         self._replies = replies
         self._request = request

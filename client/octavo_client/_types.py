@@ -78,6 +78,17 @@ class Options(TypedDict, total=False):
     return_token_ids: bool
     return_cumulative_logprob: bool
     return_stats: bool
+    echo: bool  # the prompt's text comes before its continuation's; not in a stream
+
+
+class ChatOptions(Options, total=False):
+    """What methods that chat take besides: for the model's template. Servers older than this client know
+    none of it."""
+
+    tools: Sequence[Mapping[str, Any]]  # functions that the model may call, as OpenAI's API describes them
+    chat_template_kwargs: Mapping[str, Any]  # the template's own variables, such as `enable_thinking`
+    add_generation_prompt: bool  # true unless set: the text ends where the assistant's answer begins
+    continue_final_message: bool  # the text ends where the last message does, and the answer goes on with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +202,20 @@ class Health:
 
     def __bool__(self) -> bool:
         return self.live and self.model_ready
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model in the server's repository. `state` is Triton's: READY, LOADING, UNAVAILABLE, ..."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""  # why it is not ready, where the server says
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "READY"
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,26 @@ def test_many_are_in_order_with_their_own_parameters(make: MakeClient) -> None:
         client.generate_many(["a"], concurrency=0)
 
 
+def test_many_may_be_texts_ids_and_chats(make: MakeClient) -> None:
+    def answer(request: WireRequest) -> str:
+        if request.prompt == [{"role": "user", "content": "bad"}]:
+            raise InvalidArgument("bad")
+        return str(request.prompt)
+
+    mock = MockTransport(answer)
+    chat = [ChatMessage("system", "Be brief."), {"role": "user", "content": "Hi"}]
+    items = ["a", [1, 2], chat, (ChatMessage("user", "bad"),), "b"]
+    results = make(transport=mock).generate_many(items, concurrency=3)
+    assert [None if done is None else done.text for done in results.completions] == [
+        "a",
+        "(1, 2)",
+        "[{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}]",
+        None,
+        "b",
+    ]
+    assert {index: str(error) for index, error in results.failures.items()} == {3: "bad"}
+
+
 def test_a_progress_that_raises_ends_it_all(make: MakeClient) -> None:
     def stop(progress: Progress) -> None:
         raise RuntimeError(f"after {progress.done}")
@@ -355,3 +375,51 @@ def test_a_generator_may_answer_what_it_was_asked(make: MakeClient) -> None:
     client = make(transport=MockTransport(answer))
     with client.stream("count", SamplingParams(max_tokens=3)) as stream:
         assert consume(stream) == "0 1 2 "
+
+
+def test_what_a_template_is_to_know_goes_beside_the_messages(make: MakeClient) -> None:
+    mock = MockTransport(lambda _: "hi")
+    tool = {"type": "function", "function": {"name": "add"}}
+    make(transport=mock).chat(
+        [ChatMessage("user", "Hello")],
+        tools=(tool,),
+        chat_template_kwargs={"enable_thinking": False},
+        tenant="t",
+    )
+    (request,) = mock.requests
+    assert json.loads(str(request.inputs["messages"])) == {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": [tool],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert request.prompt == [{"role": "user", "content": "Hello"}]
+    assert request.parameters == {"tenant": "t"}
+
+
+def test_the_prompt_s_text_can_be_asked_for(make: MakeClient) -> None:
+    mock = MockTransport(lambda _: "hi")
+    make(transport=mock).generate("a", echo=True)
+    assert mock.requests[0].inputs["exclude_input_in_output"] is False
+
+
+def test_the_models_of_a_server(make: MakeClient) -> None:
+    loading = {"name": "big", "version": "2", "state": "LOADING", "reason": "loading"}
+    mock = MockTransport(lambda _: "hi", models=[{"name": "llm", "state": "READY"}, loading])
+    client = make(transport=mock)
+    llm, big = client.models()
+    assert (llm.name, llm.ready) == ("llm", True)
+    assert (big.name, big.version, big.ready, big.reason) == ("big", "2", False, "loading")
+
+
+def test_next_deltas_takes_all_that_came_together(make: MakeClient) -> None:
+    def two(_: WireRequest) -> list[Reply]:
+        outputs = {"text_output": ["a", "b"], "num_output_tokens": [1, 1]}
+        return [
+            Reply({**outputs, "finish_reason": ["None", "None"]}),
+            Reply({**outputs, "finish_reason": ["stop", "stop"]}),
+        ]
+
+    with make(transport=MockTransport(two)).stream("x", SamplingParams(n=2)) as stream:
+        assert [delta.text for delta in stream.next_deltas()] == ["a", "b"]
+        assert [delta.finish_reason for delta in stream.next_deltas()] == ["stop", "stop"]
+        assert stream.next_deltas() == []

@@ -25,13 +25,14 @@ from octavo.serving import installation, preflight
 from octavo.serving.model_processes import DeathWatch
 from octavo.serving.model_settings import SHUTDOWN_TIMEOUT_VARIABLE
 from octavo.serving.server_log import ServerLog
+from octavo_kernels.cpu import build
 
 SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.05
 _MODEL_SHARE = 2 / 3  # of the exit timeout is a model's for its requests; the rest is for unloading
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is in between
 _STUB_TIMEOUT_S = 1800  # a model of many GiB takes its time to load
-_SHM_BYTES = 16 << 20  # at first, and to grow by: the server's 1 MiB is outgrown by the first few requests
+SHM_BYTES = 16 << 20  # at first, and to grow by: the server's 1 MiB is outgrown by the first few requests
 _REGION_OPTION = re.compile(r"--backend-config=python,shm-default-byte-size=(\d+)")
 _KILL_GRACE_S = 5.0  # beyond the server's own deadline, before its group is killed
 _HANGS_S = 60.0  # of silence, once all models are loaded
@@ -63,7 +64,7 @@ class LaunchOptions:
 
 def check(options: LaunchOptions) -> None:
     """All that can be told before a process is started. Raises `LaunchError` with one line to act on."""
-    problem = preflight.python_problem() or preflight.compiler_problem()
+    problem = preflight.python_problem() or _compiler_problem()
     if problem:
         raise LaunchError(problem)
     models = model_names(options.repository)
@@ -95,8 +96,8 @@ def command(options: LaunchOptions, server: installation.Installation, backends:
     """The server's command line. What the user added comes last, so that it wins."""
     python_backend = {
         "shm-region-prefix-name": options.shm_prefix,
-        "shm-default-byte-size": _SHM_BYTES,
-        "shm-growth-byte-size": _SHM_BYTES,
+        "shm-default-byte-size": SHM_BYTES,
+        "shm-growth-byte-size": SHM_BYTES,
         "stub-timeout-seconds": _STUB_TIMEOUT_S,
     }
     arguments = [
@@ -256,7 +257,15 @@ def _kill_group(group: int) -> None:
 def _region_bytes(options: LaunchOptions) -> int:
     """What each model instance takes of shared memory to start with; the last option given holds."""
     sizes = [_REGION_OPTION.fullmatch(argument) for argument in options.extra_arguments]
-    return next((int(match[1]) for match in reversed(sizes) if match), _SHM_BYTES)
+    return next((int(match[1]) for match in reversed(sizes) if match), SHM_BYTES)
+
+
+def _compiler_problem() -> str | None:
+    """A machine with the kernels of `octavo build-kernels` in its cache needs no compiler."""
+    try:
+        return None if build.compiled_ahead() else preflight.compiler_problem()
+    except build.BuildError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _check_ports(options: LaunchOptions) -> None:

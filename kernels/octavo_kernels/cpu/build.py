@@ -67,9 +67,7 @@ def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()
     folder = cache_folder() if folder is None else folder
     arguments = [*COMMON_FLAGS, *FLAGS[name], *extra_flags]
     sources = sorted(SOURCES.glob("*.c"))
-    made_from = [" ".join(arguments).encode()]
-    made_from += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    stem = f"{name}-{_digest(*made_from)}"
+    stem = _stem(name, arguments)
     try:
         compiler = _compiler()
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
@@ -101,6 +99,22 @@ def build(name: str, folder: Path | None = None, extra_flags: Sequence[str] = ()
             f"nothing can be written under {folder}: {error.strerror}; set OCTAVO_CACHE to a folder that can"
         ) from error
     return target
+
+
+def compiled_ahead(folder: Path | None = None) -> bool:
+    """Whether every instruction set of these sources lies in `folder` (the cache when None), so that no
+    compiler is needed. Raises `BuildError` where there is no folder to cache in."""
+    folder = cache_folder() if folder is None else folder
+    return all(
+        any(folder.glob(f"{_stem(name, [*COMMON_FLAGS, *flags])}-*.so")) for name, flags in FLAGS.items()
+    )
+
+
+def _stem(name: str, arguments: Sequence[str]) -> str:
+    """What a shared object's name begins with: the instruction set, and a digest of sources and flags."""
+    made_from = [" ".join(arguments).encode()]
+    made_from += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    return f"{name}-{_digest(*made_from)}"
 
 
 def _run(command: Sequence[str]) -> None:

@@ -1,0 +1,185 @@
+"""The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name.
+
+Types are checked here; values are the server's to check, whose texts say what it allows. Fields that are null
+are taken out before (`security.read_json`), so None stands for "not given".
+"""
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo_client import SamplingParams
+from octavo_gateway.errors import ApiError
+
+TokenIds = list[int]
+LONGEST = 2**31 - 1  # tokens of an answer that has no limit but the context: the server cuts it there
+
+# Fields of OpenAI's whose value changes nothing here: who asks, where it is billed, stored or cached, how
+# hard to think where the model has no such thing.
+_WITHOUT_EFFECT = frozenset(
+    "user store metadata service_tier parallel_tool_calls prompt_cache_key prompt_cache_retention "
+    "safety_identifier reasoning_effort verbosity".split()
+)
+_SAMPLING = tuple(
+    "n best_of temperature top_p top_k min_p seed stop stop_token_ids include_stop_str_in_output ignore_eos "
+    "min_tokens skip_special_tokens presence_penalty frequency_penalty repetition_penalty allowed_token_ids "
+    "bad_words use_beam_search beam_width length_penalty early_stopping".split()
+)
+_PASSED_ON = tuple(
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
+    "guided_whitespace_pattern truncate_prompt_tokens spaces_between_special_tokens".split()
+)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of OpenAI's: padding against who counts bytes; there is none here
+    continuous_usage_stats: bool = False  # of vLLM's: usage on each chunk
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    priority: int | None = None
+    cache_salt: str | None = None
+    tenant: str | None = None
+
+
+class _Sampled(_Body):
+    """What completions and chats have in common."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    truncate_prompt_tokens: int | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    def sampling(self, structure: dict[str, Any] | None = None, **others: Any) -> SamplingParams:
+        """`others` replace what the body says; so does `structure` what it says of the answer's format."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        extra = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        wanted = structure or _structure(self.response_format)
+        if wanted is not None:
+            extra["structured_outputs"] = wanted
+        values |= {"logit_bias": self.logit_bias, "max_tokens": self.max_tokens, **others}
+        return SamplingParams(**values, extra=extra)
+
+
+class CompletionBody(_Sampled):
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    suffix: str | None = None
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class Function(BaseModel):
+    name: str
+
+
+class Tool(BaseModel):
+    """A tool as it is sent, which is how the template gets it; only what is read here has a type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(_Sampled):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingBody(_Body):
+    input: str | TokenIds | list[str] | list[TokenIds]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] | None = None
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def parse(kind: type[Body], values: dict[str, Any]) -> Body:
+    """Raises `ApiError` that names the field."""
+    try:
+        return kind.model_validate({k: v for k, v in values.items() if k not in _WITHOUT_EFFECT})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = [str(part) for part in first["loc"]]
+        field = path[0] if path else None
+        if first["type"] == "extra_forbidden":
+            raise ApiError(
+                400, f"unknown field {'.'.join(path)[:80]!r}", param=field, code="unknown_parameter"
+            ) from None
+        if first["type"] == "missing":
+            raise ApiError(400, f"the field '{'.'.join(path)}' is missing", param=field) from None
+        text = f"'{'.'.join(path)}': {first['msg']}"
+        raise ApiError(400, text, param=field, code="invalid_type") from None
+
+
+def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The engine's `structured_outputs` for a `response_format`. Raises `ApiError`."""
+    if response_format is None:
+        return None
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return {"json": schema}
+        case _:
+            raise ApiError(
+                400,
+                "'response_format' must be of the type text, json_object, or json_schema with "
+                "'json_schema': {'schema': {...}}",
+                param="response_format",
+            )
