@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,6 +13,7 @@ from octavo_gateway.errors import ApiError
 from octavo_gateway.schemas import LONGEST, ChatBody, NamedTool
 from octavo_gateway.tools import Piece, ToolCall, ToolParser
 
+_ROLE = '"delta":{"role":"assistant","content":""}'
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which no template knows
 
 
@@ -99,21 +101,23 @@ class Chat:
         chunks = Chunks("chat.completion.chunk", self._id, self._created, body.model, with_usage=with_usage)
         stream = self._client.stream_chat(self._messages, self._params, **self._options)
         num_sequences = body.n or 1
-        parsers = [self._parser() if self._functions else None for _ in range(num_sequences)]
+        parsers: defaultdict[int, ToolParser] = defaultdict(self._parser)
         # The roles go with the first token: were they sent before it, the status could no longer be an error.
-        event = b"".join(
-            chunks.choice(index, '"delta":{"role":"assistant","content":""}', None, None)
-            for index in range(num_sequences)
-        )
+        began, event = False, b""
         async with aclosing(news_of([stream], num_sequences)) as all_news:
             async for _, deltas in all_news:
+                if not began:  # the server has seen `n`, and allowed it
+                    began = True
+                    event = b"".join(
+                        chunks.choice(index, _ROLE, None, None) for index in range(num_sequences)
+                    )
                 for delta in deltas:
                     logprobs = None if delta.logprobs is None else self._logprobs(delta.logprobs)
-                    parser = parsers[delta.index]
-                    if parser is None:
+                    if not self._functions:
                         content = f'"delta":{{"content":{json.dumps(delta.text)}}}'
                         event += chunks.choice(delta.index, content, logprobs, delta.finish_reason)
                         continue
+                    parser = parsers[delta.index]
                     pieces = parser.feed(delta.text)
                     if delta.finish_reason is not None:
                         pieces += parser.close()

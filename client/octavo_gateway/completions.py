@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -77,17 +78,17 @@ class Completions:
             self._client.stream(prompt, self._params, **options)
             for prompt, options in zip(self._prompts, self._options, strict=True)
         ]
-        count = len(streams) * self._num_sequences
-        written = [_Logprobs(body.logprobs) for _ in range(count)]
-        echo = [prompt if body.echo else "" for prompt in self._prompts for _ in range(self._num_sequences)]
+        written: defaultdict[int, _Logprobs] = defaultdict(lambda: _Logprobs(body.logprobs))
+        echoed: set[int] = set()
         async with aclosing(news_of(streams, self._num_sequences)) as all_news:
             async for place, deltas in all_news:
                 event = b""
                 for delta in deltas:
                     index = place * self._num_sequences + delta.index
                     text = delta.text
-                    if echo[index]:
-                        text, echo[index] = f"{echo[index]}{text}", ""
+                    if body.echo and index not in echoed:
+                        echoed.add(index)
+                        text = f"{self._prompts[place]}{text}"
                     logprobs = None if delta.logprobs is None else written[index].of(delta.logprobs)
                     event += chunks.choice(index, f'"text":{json.dumps(text)}', logprobs, delta.finish_reason)
                 yield event

@@ -2,16 +2,30 @@
 
 Types are checked here; values are the server's to check, whose texts say what it allows. Fields that are null
 are taken out before (`security.read_json`), so None stands for "not given".
+
+Pydantic makes an object for each mistake that it finds, so a body of megabytes must not hold a million: lists
+fail at their first, and of unknown fields one is kept.
 """
 
-from typing import Any, Literal, TypeVar
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from octavo_client import SamplingParams
 from octavo_gateway.errors import ApiError
 
-TokenIds = list[int]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Inputs = str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 LONGEST = 2**31 - 1  # tokens of an answer that has no limit but the context: the server cuts it there
 
 # Fields of OpenAI's whose value changes nothing here: who asks, where it is billed, stored or cached, how
@@ -31,19 +45,34 @@ _PASSED_ON = tuple(
 )
 
 
-class StreamOptions(BaseModel):
+def _biases(given: Any) -> Any:
+    """Raises ValueError at the first key that is no token id."""
+    for key in given if isinstance(given, dict) else ():
+        if not key.isdecimal():
+            raise ValueError(f"the key {key[:20]!r} is no token id")
+    return given
+
+
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, values: Any) -> Any:
+        """So many that at least one of them is unknown, which is enough to refuse them all."""
+        most = len(cls.model_fields) + 1
+        return dict(islice(values.items(), most)) if isinstance(values, dict) else values
+
+
+class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # of OpenAI's: padding against who counts bytes; there is none here
     continuous_usage_stats: bool = False  # of vLLM's: usage on each chunk
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Body(_Strict):
     model: str
-    priority: int | None = None
+    priority: Int32 | None = None
     cache_salt: str | None = None
     tenant: str | None = None
 
@@ -61,8 +90,8 @@ class _Sampled(_Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -70,9 +99,9 @@ class _Sampled(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
@@ -100,7 +129,7 @@ class _Sampled(_Body):
 
 
 class CompletionBody(_Sampled):
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Inputs
     suffix: str | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -125,20 +154,20 @@ class NamedTool(BaseModel):
 
 
 class ChatBody(_Sampled):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingBody(_Body):
-    input: str | TokenIds | list[str] | list[TokenIds]
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     pooling: Literal["last", "mean"] | None = None
@@ -161,7 +190,10 @@ def parse(kind: type[Body], values: dict[str, Any]) -> Body:
             ) from None
         if first["type"] == "missing":
             raise ApiError(400, f"the field '{'.'.join(path)}' is missing", param=field) from None
-        text = f"'{'.'.join(path)}': {first['msg']}"
+        if field in ("prompt", "input"):
+            text = f"'{field}' must be a text, token ids, or a list of either"
+        else:
+            text = f"'{'.'.join(path)[:80]}': {first['msg']}"
         raise ApiError(400, text, param=field, code="invalid_type") from None
 
 

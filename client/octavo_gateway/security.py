@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from octavo_gateway.settings import Settings
 MAX_JSON_DEPTH = 64
 _PUBLIC = frozenset({"/", "/health", "/health/ready"})
 _PUBLIC_FOLDER = "/page/"  # files, the same for everybody
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be alone, and then is no text that could be sent on
 
 
 class Keys:
@@ -76,11 +78,16 @@ async def read_json(request: Request, settings: Settings) -> dict[str, Any]:
         raise ApiError(415, f"the body is of type {kind[:80]!r}; send 'Content-Type: application/json'")
     body = await _read(request, settings)
     try:
-        values = json.loads(body, parse_constant=_refuse)
+        text = body.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse)
         if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_deeper(values, MAX_JSON_DEPTH):
             raise RecursionError
+        if _HALF.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
         raise ApiError(400, f"the body is JSON nested too deeply; allowed: {MAX_JSON_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):

@@ -121,7 +121,9 @@ class ToolParser:
             elif self._mark == _MISTRAL:
                 found = _after_mistral(body)
             else:
-                found = [value for value in _several(body) if value["name"] in self._names]
+                found = _several(body)
+                if any(value["name"] not in self._names for value in found):
+                    return []
             read = [_name_and_arguments(value) for value in found]
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
@@ -173,8 +175,10 @@ def _name_and_arguments(value: Any) -> tuple[str, str]:
     if not isinstance(name, str):
         raise TypeError
     if isinstance(arguments, str):
-        json.loads(arguments)
-        return name, arguments
+        arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise TypeError
-    return name, json.dumps(arguments, ensure_ascii=False)
+    name.encode()  # a ValueError for half of a surrogate pair, which no answer could hold
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return name, text

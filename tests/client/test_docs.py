@@ -36,15 +36,15 @@ def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     for code in examples():
         exec(compile(code, str(PAGE), "exec"), names)
         printed.append(capsys.readouterr().out)
-    first, stream, asynchronous, chat, many, embed, errors, options, server, own = printed
+    first, stream, asynchronous, chat, tools, many, embed, errors, options, server, own = printed
     assert first == " Paris. stop 2\n"
     assert stream == asynchronous == " Paris."
     assert chat == " Paris.\n"
     assert many == " Paris.\n" * 3
-    assert embed == own == ""
+    assert tools == embed == own == ""
     assert errors == "INVALID_ARG 'temperature' is -1.0; allowed: 0 to 100\n"
     assert options == "None None\n"
-    assert server == "True\nTrue\n3.0\n"
+    assert server == "True\nTrue\n3.0\n['llm']\n"
     assert names["vector"] == (0.6, 0.8)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from gateways import asked, chat
 from octavo_client import (
@@ -22,7 +24,7 @@ from octavo_client import (
     Unsupported,
 )
 from octavo_client.cli import main
-from octavo_gateway import errors
+from octavo_gateway import Settings, errors
 from octavo_gateway.security import is_loopback
 
 JSON = {"Content-Type": "application/json"}
@@ -190,8 +192,17 @@ def test_the_command_refuses_to_start(
 
 def test_keys_come_from_all_three_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("octavo_gateway.cli.create_app", started.append)
-    monkeypatch.setattr("octavo_gateway.cli.uvicorn.run", lambda *_, **options: started.append(options))
+
+    def create(settings: Settings) -> FastAPI:
+        started.append(settings)
+        return FastAPI()
+
+    def run(server: uvicorn.Server) -> None:
+        started.append(server.config)
+        server.started = True
+
+    monkeypatch.setattr("octavo_gateway.cli.create_app", create)
+    monkeypatch.setattr("octavo_gateway.cli.uvicorn.Server.run", run)
     monkeypatch.setenv("OCTAVO_API_KEYS", "c, d")
     file = tmp_path / "keys"
     file.write_text("# mine\nb\n\n")
@@ -200,7 +211,7 @@ def test_keys_come_from_all_three_places(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(SystemExit) as raised:
         main()
     assert raised.value.code == 0
-    settings, options = started
+    settings, config = started
     assert settings.api_keys == ("a", "b", "c", "d")
     assert "'a'" not in repr(settings)
-    assert options["host"] == "0.0.0.0"
+    assert config.host == "0.0.0.0"
