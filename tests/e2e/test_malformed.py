@@ -141,7 +141,7 @@ CASES = [
         {"messages": b'[{"role": "user", "content": "\xff"}]'}, "'messages' is not UTF-8: invalid start byte"
     ),
     Case({"messages": "[]"}, "'messages' must be a JSON list of at least one message"),
-    Case({"messages": '{"role": "user", "content": "a"}'}, "'messages' must be a JSON list of at least one"),
+    Case({"messages": '{"role": "user", "content": "a"}'}, "'messages' has the unknown key 'role'; known: "),
     Case({"messages": '["a"]'}, "'messages' holds a string at 0; expected an object"),
     Case(chat({"role": "user"}), "message 0 must have a 'content' that is a string; it has none"),
     Case(

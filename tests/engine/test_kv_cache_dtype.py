@@ -18,6 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True, n=3)
 
 
+@pytest.mark.timeout(1200)  # a minute where bfloat16 is multiplied in hardware, several where it is not
 def test_perplexity_and_agreement_with_a_cache_of_bfloat16() -> None:
     model, config = load()
     texts = windows(48)
