@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from octavo_client import AsyncClient, SamplingParams
-from peer_streams import LONGEST_START_S, REPOSITORY, free_ports
+from servers import REPOSITORY, gateway_before, serving
 
 MOST_TTFT = 1.10  # through the gateway, of what it is without
 LEAST_THROUGHPUT = 0.90
@@ -138,38 +138,12 @@ async def work(arguments: argparse.Namespace) -> None:
 @contextmanager
 def running() -> Iterator[dict[str, int]]:
     """A server and a gateway before it: the port of each way."""
-    from octavo.serving import installation
-    from octavo.serving.launcher import LaunchOptions, RunningServer
-
-    http_port, grpc_port, metrics_port, port = free_ports(4)
-    options = LaunchOptions(REPOSITORY, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        RunningServer.start(options, installation.find(), Path(scratch) / "log") as server,
-        (Path(scratch) / "gateway.log").open("w") as log,
+        serving(REPOSITORY, Path(scratch) / "log") as server,
+        gateway_before(server, Path(scratch) / "gateway.log") as port,
     ):
-        server.wait_ready(LONGEST_START_S)
-        command = [sys.executable, "-m", "octavo_client", "gateway", f"grpc://127.0.0.1:{grpc_port}"]
-        gateway = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
-        try:
-            asyncio.run(_wait_for(port))
-            yield {"straight": grpc_port, "gateway": port}
-        finally:
-            gateway.terminate()
-            gateway.wait(30)
-
-
-async def _wait_for(port: int) -> None:
-    """Raises TimeoutError."""
-    async with asyncio.timeout(LONGEST_START_S):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.1)
-            else:
-                writer.close()
-                return
+        yield {"straight": server.options.grpc_port, "gateway": port}
 
 
 def take_turns(arguments: argparse.Namespace) -> list[dict[str, Any]]:

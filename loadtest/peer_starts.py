@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from peer_process import PeerFailed, environment
-from peer_streams import REPOSITORY, free_ports
+from servers import REPOSITORY, free_ports
 
 LONGEST_START_S = 300.0
 _POLL_S = 0.02

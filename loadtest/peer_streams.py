@@ -8,7 +8,6 @@ CPU time is part of the answer.
 import itertools
 import json
 import shutil
-import socket
 import statistics
 import tempfile
 import threading
@@ -21,23 +20,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
-from octavo.serving import installation
-from octavo.serving.launcher import LaunchOptions, RunningServer
+from servers import REPOSITORY, serving
 
-REPOSITORY = Path(__file__).parents[1] / "model_repository"
-LONGEST_START_S = 120.0
 LONGEST_WORK_S = 600.0
 
 Prompts = list[list[int]]
 Arrival = tuple[float, Any]  # when, and the result
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextmanager
@@ -49,12 +37,7 @@ def serve_and_ask(settings: Mapping[str, Any]) -> Iterator[Callable[[Prompts, in
         repository = Path(scratch) / "repository"
         shutil.copytree(REPOSITORY, repository)
         (repository / "llm/1/model.json").write_text(json.dumps(engine))
-        http_port, grpc_port, metrics_port = free_ports(3)
-        options = LaunchOptions(
-            repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
-        )
-        with RunningServer.start(options, installation.find(), Path(scratch) / "log") as server:
-            server.wait_ready(LONGEST_START_S)
+        with serving(repository, Path(scratch) / "log") as server:
             yield lambda prompts, output: ask(server.grpc, prompts, output, stream)
 
 

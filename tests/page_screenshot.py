@@ -6,24 +6,20 @@ A real server and a real gateway are started for it, with few enough blocks for 
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-import httpx
 from playwright.sync_api import expect
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "loadtest"))
+
 from browser import chromium, visit
-from octavo.serving import installation
-from octavo.serving.launcher import RunningServer
 from octavo_client import Cancelled, Client, SamplingParams, Unavailable
-from ports import free_ports
-from processes import launch_options
+from servers import gateway_before, serving
 from triton_clients import make_repository
-from waiting import wait_until
 
 FILE = Path(__file__).parents[1] / "backend" / "docs" / "page.png"
 QUESTION = "Write a Python function that says whether a word is a palindrome, and explain how it works."
@@ -72,29 +68,14 @@ def main() -> None:
             max_model_len=2048,
             num_gpu_blocks_override=420,
         )
-        options = launch_options(repository)
-        with RunningServer.start(options, installation.find(), Path(folder) / "log") as server:
-            server.wait_ready(120)
-            (port,) = free_ports(1)
-            command = [sys.executable, "-m", "octavo_client", "gateway", f"grpc://{server.grpc}"]
-            gateway = subprocess.Popen(
-                [*command, "--port", str(port), "--metrics-url", f"http://{server.metrics}/metrics"]
-            )
-            try:
-                photograph(f"http://127.0.0.1:{port}", f"grpc://{server.grpc}", arguments)
-            finally:
-                gateway.terminate()
-                gateway.wait(15)
+        with (
+            serving(repository, Path(folder) / "log") as server,
+            gateway_before(server, Path(folder) / "gateway.log") as port,
+        ):
+            photograph(f"http://127.0.0.1:{port}", f"grpc://{server.grpc}", arguments)
 
 
 def photograph(origin: str, url: str, arguments: argparse.Namespace) -> None:
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{origin}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_until(answers, "the gateway does not answer", 30)
     ended = threading.Event()
     readers = [threading.Thread(target=converse, args=(url, i, ended)) for i in range(arguments.readers)]
     scheme = "dark" if arguments.dark else "light"

@@ -21,6 +21,7 @@ from typing import Any
 
 from buildah import Buildah, Failed
 
+import processes
 from ports import free_ports
 
 COMPILERS = {"cc", "c++", "gcc", "g++", "clang", "tcc", "ld", "as", "cpp", "make", "pip", "pip3"}
@@ -106,13 +107,9 @@ class Program:
 
     def descendants(self) -> list[int]:
         """Its processes, itself first."""
-        parents = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         found = [self.process.pid]
         for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
+            found += processes.children(pid)
         return found
 
     def wait(self, url: str, timeout_s: float) -> float:
@@ -145,11 +142,8 @@ class Program:
 
 
 def user_of(pid: int) -> int | None:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
+    uids = processes.status(pid).get("Uid")
+    return None if uids is None else int(uids.split()[0])
 
 
 def ask(url: str, body: dict[str, Any]) -> Any:
@@ -242,11 +236,8 @@ def container_of(buildah: Buildah, image: str, folder: Path) -> Iterator[Contain
             buildah("rm", name)
 
 
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def name_of(pid: int) -> str | None:
+    return processes.status(pid).get("Name")
 
 
 def programs(root: Path, unwanted: Callable[[str], bool]) -> list[str]:

@@ -3,12 +3,8 @@
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import openai
 import pytest
 
 from octavo.serving.launcher import RunningServer
-from ports import free_ports
+from servers import gateway_before
 from tools import tool
 from triton_clients import RUNNING, wait_for_metric, wait_idle
 
@@ -24,36 +20,13 @@ KEY = "a key of the tests"
 FRANCE = "The capital of France is"
 HELLO: Any = [{"role": "user", "content": "Say hi."}]
 NPM = Path(__file__).with_name("npm")
-START_TIMEOUT_S = 30.0
-
-
-@contextmanager
-def gateway_of(server: RunningServer, log: Path) -> Iterator[str]:
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "octavo_client", "gateway", f"grpc://{server.grpc}"]
-    command += ["--port", str(port), "--metrics-url", f"http://{server.metrics}/metrics"]
-    with log.open("w") as out:
-        environment = {**os.environ, "OCTAVO_API_KEYS": KEY}
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            deadline_s = time.monotonic() + START_TIMEOUT_S
-            while True:
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline_s, log.read_text()
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-            process.wait(15)
 
 
 @pytest.fixture(scope="module")
 def url(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with gateway_of(server, tmp_path_factory.mktemp("gateway") / "log") as url:
-        yield url
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with gateway_before(server, log, {"OCTAVO_API_KEYS": KEY}) as port:
+        yield f"http://127.0.0.1:{port}/v1"
 
 
 @pytest.fixture

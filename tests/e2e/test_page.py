@@ -1,17 +1,14 @@
 """The page, the gateway and a real server together: what a person sees who asks for a story and stops it."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from browser import chromium, visit
 from octavo.serving.launcher import RunningServer
-from ports import free_ports
+from servers import gateway_before
 from triton_clients import Metrics
 from waiting import wait_until
 
@@ -19,30 +16,10 @@ STORY = "Tell me a very long story about a bookbinder who folds one sheet into e
 
 
 @pytest.fixture(scope="module")
-def gateway(server: RunningServer) -> Iterator[str]:
+def gateway(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The origin of an `octavo gateway` in front of the server."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "octavo_client", "gateway", f"grpc://{server.grpc}", "--port", str(port)]
-    process = subprocess.Popen([*command, "--metrics-url", f"http://{server.metrics}/metrics"])
-    origin = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        assert process.poll() is None, "the gateway ended"
-        try:
-            return httpx.get(f"{origin}/health", timeout=1).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_until(answers, "the gateway does not answer", 30)
-        yield origin
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        finally:
-            process.kill()
-            process.wait()
+    with gateway_before(server, tmp_path_factory.mktemp("gateway") / "log") as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
