@@ -1,7 +1,10 @@
 """Fixtures that several packages of tests share."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
+from scripted_http import Script, Server
 from tiny import tiny_llama
 
 
@@ -11,3 +14,17 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama(folder)
     return str(folder)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Script], Server]]:
+    """`serve(script)` starts a server that does what the script does; all are closed at the end."""
+    servers: list[Server] = []
+
+    def start(script: Script) -> Server:
+        servers.append(Server(script))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

@@ -25,7 +25,7 @@ from octavo_client import (
 )
 from octavo_client._http_messages import Events
 from ports import free_ports
-from scripted_http import CHUNKED, Request, Script, Server, answer, chunk, event, sends
+from scripted_http import CHUNKED, Request, answer, chunk, event, sends
 
 ONE_TRY = Retries(attempts=1)
 
@@ -34,19 +34,6 @@ ONE_TRY = Retries(attempts=1)
 def make(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
     with twin(request.param) as make:
         yield make
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Script], Server]]:
-    servers: list[Server] = []
-
-    def start(script: Script) -> Server:
-        servers.append(Server(script))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 def test_a_request_is_json_with_headers(make: MakeClient, serve: Any) -> None:

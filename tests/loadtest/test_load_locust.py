@@ -7,31 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ports import free_ports
-from scripted_http import CHUNKED, Request, Script, Server, answer, chunk, event
+from scripted_http import CHUNKED, Request, answer, chunk, event
 
 FOLDER = Path(__file__).parents[2] / "loadtest"
 TOKENS = 4
 TTFT_S, GAP_S = 0.05, 0.02
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Script], Server]]:
-    servers: list[Server] = []
-
-    def start(script: Script) -> Server:
-        servers.append(Server(script))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 def streams(request: Request, connection: socket.socket) -> None:
@@ -54,7 +40,7 @@ def streams(request: Request, connection: socket.socket) -> None:
     connection.sendall(b"0\r\n\r\n")
 
 
-def locust(*arguments: str, seconds: int = 1) -> subprocess.CompletedProcess[str]:
+def locust(*arguments: str, seconds: int = 3) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "locust", "-f", str(FOLDER / "locustfile.py"), "--headless"]
     environment = {**os.environ, "PYTHONWARNINGS": ""}
     return subprocess.run(
@@ -119,7 +105,7 @@ def test_a_missed_promise_and_failures_by_code(serve: Any, tmp_path: Path) -> No
     assert data["errors"]["UNAVAILABLE"]["first"] == "the queue is full"
     assert 0.2 < data["slo"]["attained"] < 0.8
     assert re.search(r"\d+\s+http\s+code e2e:? .*UNAVAILABLE", done.stdout + done.stderr)
-    assert locust(*base, seconds=1).returncode == 1  # no SLO stated: errors decide
+    assert locust(*base).returncode == 1  # no SLO stated: errors decide
 
 
 def test_an_open_loop_does_not_wait_for_answers(serve: Any, tmp_path: Path) -> None:
@@ -133,7 +119,7 @@ def test_an_open_loop_does_not_wait_for_answers(serve: Any, tmp_path: Path) -> N
     path = tmp_path / "report.json"
     done = locust(
         "--transport", "http", "--http-url", server.url, "--workload", "code", "--arrivals", "poisson",
-        "--rate", "40", "--max-in-flight", "30", "--report-json", str(path), "-u", "1", seconds=2,
+        "--rate", "40", "--max-in-flight", "30", "--report-json", str(path), "-u", "1",
     )  # fmt: skip
     data = json.loads(path.read_text())
     assert data["sender"]["most_in_flight"] == 30, done.stderr
@@ -160,7 +146,7 @@ def test_a_trace_is_played_once(serve: Any, tmp_path: Path) -> None:
 
 def test_nobody_there_and_wrong_options() -> None:
     (port,) = free_ports(1)
-    gone = locust("--grpc-url", f"grpc://127.0.0.1:{port}", seconds=3)
+    gone = locust("--grpc-url", f"grpc://127.0.0.1:{port}")
     assert gone.returncode == 1
     assert "UNAVAILABLE" in gone.stderr + gone.stdout
     wrong = locust("--workload", "chatt")
