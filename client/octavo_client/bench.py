@@ -12,8 +12,8 @@ import typer
 
 from octavo_client._async_client import AsyncClient
 from octavo_client._errors import InvalidArgument, OctavoError
-from octavo_client._load import PERCENTS, Figures, Load, Percentiles, Run
-from octavo_client._types import ModelInfo, Retries
+from octavo_client._load import PERCENTS, Figures, Load, Run
+from octavo_client._types import Retries
 
 _INTERRUPTED = 130  # what a shell makes of Ctrl-C
 _DEFAULT_REQUESTS = 64
@@ -113,16 +113,12 @@ class _Bench:
         """Raises `OctavoError` where the server cannot be asked, ValueError for a wrong URL."""
         # A request that is tried again would be measured as a slow one.
         async with AsyncClient(self.url, model=self._model, retries=Retries(attempts=1)) as client:
-            self.as_ids = not self._text and self._takes_ids(await client.model_info())
+            self.as_ids = not self._text and (await client.model_info()).takes("input_ids")
             run = Run(self.load, client, as_ids=self.as_ids)
             self.progress.say("warming up")
             self._warmed_up = await run.warm_up()
             self.measured = run
             await run.measure(self.progress)
-
-    @staticmethod
-    def _takes_ids(info: ModelInfo) -> bool:
-        return info.takes("input_ids")
 
     def about(self) -> dict[str, Any]:
         load = self.load
@@ -214,11 +210,7 @@ def _print_table(about: dict[str, str], figures: Figures) -> None:
         ("ITL, between two responses", figures.itl_ms),
         ("end to end", figures.e2e_ms),
     ):
-        print(f"{name:<30}" + "".join(f"{_shown(value):>11}" for value in _all(times)))
-
-
-def _all(times: Percentiles) -> tuple[float | None, ...]:
-    return times.p50, times.p90, times.p99
+        print(f"{name:<30}" + "".join(f"{_shown(value):>11}" for value in dataclasses.astuple(times)))
 
 
 def _shown(value: float | None) -> str:

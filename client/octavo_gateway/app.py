@@ -1,6 +1,5 @@
 """The application: its routes, and what all of them share. `create_app` is for `cli` and for tests."""
 
-import importlib.util
 import logging
 import re
 import time
@@ -28,6 +27,7 @@ from octavo_gateway.chat import Chat
 from octavo_gateway.completions import Completions
 from octavo_gateway.embeddings import embed
 from octavo_gateway.errors import CLIENT_GONE, ApiError, ClientGone
+from octavo_gateway.page import page_router
 from octavo_gateway.schemas import ChatBody, CompletionBody, EmbeddingBody, parse
 from octavo_gateway.security import Keys, read_json
 from octavo_gateway.settings import Settings
@@ -93,10 +93,7 @@ def create_app(settings: Settings, transport: AsyncTransport | None = None) -> F
     app = FastAPI(title="Octavo", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     _add_errors(app)
     _add_routes(app, gateway)
-    if importlib.util.find_spec("octavo_gateway.page") is not None:
-        from octavo_gateway.page import page_router
-
-        app.include_router(page_router(gateway.metrics))
+    app.include_router(page_router(gateway.metrics))
     if settings.api_keys:
         app.add_middleware(Keys, keys=settings.api_keys)
     if settings.allow_origins:  # added last, so it is outermost: a browser asks it without a key

@@ -3,11 +3,11 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from octavo_client import AsyncClient, ChatOptions, Choice, SamplingParams, TokenLogprobs
+from octavo_client import AsyncClient, ChatOptions, Choice, Delta, SamplingParams, TokenLogprobs
 from octavo_gateway.answers import DONE, Chunks, news_of, usage_of
 from octavo_gateway.errors import ApiError
 from octavo_gateway.schemas import LONGEST, ChatBody, NamedTool
@@ -103,38 +103,39 @@ class Chat:
         num_sequences = body.n or 1
         parsers: defaultdict[int, ToolParser] = defaultdict(self._parser)
         # The roles go with the first token: were they sent before it, the status could no longer be an error.
-        began, event = False, b""
+        began = False
         async with aclosing(news_of([stream], num_sequences)) as all_news:
             async for _, deltas in all_news:
+                event = b""
                 if not began:  # the server has seen `n`, and allowed it
                     began = True
                     event = b"".join(
                         chunks.choice(index, _ROLE, None, None) for index in range(num_sequences)
                     )
                 for delta in deltas:
-                    logprobs = None if delta.logprobs is None else self._logprobs(delta.logprobs)
-                    if not self._functions:
-                        content = f'"delta":{{"content":{json.dumps(delta.text)}}}'
-                        event += chunks.choice(delta.index, content, logprobs, delta.finish_reason)
-                        continue
-                    parser = parsers[delta.index]
-                    pieces = parser.feed(delta.text)
-                    if delta.finish_reason is not None:
-                        pieces += parser.close()
-                    if logprobs is not None and not pieces:
-                        pieces.append("")
-                    for piece in pieces:
-                        event += chunks.choice(delta.index, _delta(piece), logprobs, None)
-                        logprobs = None
-                    if delta.finish_reason is not None:
-                        reason = _reason(delta.finish_reason, parser)
-                        event += chunks.choice(delta.index, '"delta":{}', None, reason)
+                    event += self._event(delta, chunks, parsers)
                 if event:
                     yield event
-                    event = b""
-            if with_usage:
-                event = chunks.usage(usage_of([stream.completion]))
-            yield event + DONE
+        yield (chunks.usage(usage_of([stream.completion])) if with_usage else b"") + DONE
+
+    def _event(self, delta: Delta, chunks: Chunks, parsers: Mapping[int, ToolParser]) -> bytes:
+        """What of a delta can be told now; `parsers` by sequence hold back what may become a call."""
+        logprobs = None if delta.logprobs is None else self._logprobs(delta.logprobs)
+        if not self._functions:
+            return chunks.choice(delta.index, _delta(delta.text), logprobs, delta.finish_reason)
+        parser = parsers[delta.index]
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.close()
+        if logprobs is not None and not pieces:
+            pieces.append("")
+        event = b""
+        for piece in pieces:
+            event += chunks.choice(delta.index, _delta(piece), logprobs, None)
+            logprobs = None
+        if delta.finish_reason is not None:
+            event += chunks.choice(delta.index, '"delta":{}', None, _reason(delta.finish_reason, parser))
+        return event
 
     def _parser(self) -> ToolParser:
         return ToolParser(self._style, self._functions)

@@ -7,6 +7,7 @@ Pydantic makes an object for each mistake that it finds, so a body of megabytes 
 fail at their first, and of unknown fields one is kept.
 """
 
+from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -34,13 +35,9 @@ _WITHOUT_EFFECT = frozenset(
     "user store metadata service_tier parallel_tool_calls prompt_cache_key prompt_cache_retention "
     "safety_identifier reasoning_effort verbosity".split()
 )
-_SAMPLING = tuple(
-    "n best_of temperature top_p top_k min_p seed stop stop_token_ids include_stop_str_in_output ignore_eos "
-    "min_tokens skip_special_tokens presence_penalty frequency_penalty repetition_penalty allowed_token_ids "
-    "bad_words use_beam_search beam_width length_penalty early_stopping".split()
-)
+# What the client has no name for.
 _PASSED_ON = tuple(
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
+    "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
     "guided_whitespace_pattern truncate_prompt_tokens spaces_between_special_tokens".split()
 )
 
@@ -119,13 +116,13 @@ class _Sampled(_Body):
 
     def sampling(self, structure: dict[str, Any] | None = None, **others: Any) -> SamplingParams:
         """`others` replace what the body says; so does `structure` what it says of the answer's format."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        names = [item.name for item in fields(SamplingParams) if item.name in _Sampled.model_fields]
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         extra = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         wanted = structure or _structure(self.response_format)
         if wanted is not None:
-            extra["structured_outputs"] = wanted
-        values |= {"logit_bias": self.logit_bias, "max_tokens": self.max_tokens, **others}
-        return SamplingParams(**values, extra=extra)
+            values["structured_outputs"] = wanted
+        return SamplingParams(**values | others, extra=extra)
 
 
 class CompletionBody(_Sampled):
