@@ -44,6 +44,7 @@ from octavo_kernels.products import (
     linear,
     linear_int8,
     pack_linear,
+    packs_linear,
     quantise_int8,
 )
 from octavo_kernels.reference.plan import BatchPlan, KVLayout
@@ -70,6 +71,7 @@ __all__ = [
     "linear_int8",
     "num_threads",
     "pack_linear",
+    "packs_linear",
     "paged_attention",
     "plan_batch",
     "quantise_int8",

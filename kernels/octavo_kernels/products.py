@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, device, dtype
 
 from octavo_kernels import gpu, reference
 from octavo_kernels.cpu import decoder_layers as cpu_decoder_layers
@@ -26,6 +26,11 @@ def pack_linear(weight: Tensor) -> PackedLinear | None:
     if lib is not None and cpu_linear.takes(lib, weight):
         return cpu_linear.pack(lib, weight)
     return None
+
+
+def packs_linear(dtype: dtype, device: device) -> bool:
+    """Whether `pack_linear` packs weights like that, if they have an even number of columns."""
+    return device.type == "cpu" and cpu_linear.serves(dtype)
 
 
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:

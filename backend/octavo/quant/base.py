@@ -14,7 +14,6 @@ from torch import Tensor
 
 from octavo.quant import packing
 from octavo_kernels import host_memory, ops
-from octavo_kernels.cpu import linear
 
 
 class Weight(Protocol):
@@ -114,5 +113,5 @@ class Unquantised:
     def num_copied_bytes(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> int:
-        packs = device.type == "cpu" and (linear.serves(dtype) or packing.packs(dtype, device))
+        packs = ops.packs_linear(dtype, device) or packing.packs(dtype, device)
         return self.num_bytes(out_features, in_features, dtype) if packs else 0

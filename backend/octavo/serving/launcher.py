@@ -262,8 +262,9 @@ def _region_bytes(options: LaunchOptions) -> int:
 
 def _compiler_problem() -> str | None:
     """A machine with the kernels of `octavo build-kernels` in its cache needs no compiler."""
+    problem = preflight.compiler_problem()
     try:
-        return None if build.compiled_ahead() else preflight.compiler_problem()
+        return problem if problem and not build.compiled_ahead() else None
     except build.BuildError as error:
         raise LaunchError(str(error)) from error
 
